@@ -1,0 +1,85 @@
+"""The run folder's contract, imported by the writer and by the reader.
+
+A run is a folder: run.json (who, how, which tensors) and, per rank, Parquet parts of three tables. docs/run-format.md
+explains every column. Adding a column needs no new version; changing what one means does.
+"""
+
+from __future__ import annotations
+
+import pyarrow as pa
+
+RUN_FORMAT = "gradaudit-run"
+SCHEMA_VERSION = 1
+RUN_FILE = "run.json"
+
+STEPS = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("time_s", pa.float64(), nullable=False),
+        pa.field("optimizer", pa.int32(), nullable=False),
+        pa.field("scaler", pa.int32()),  # null: no (enabled) scaler handled this step
+        pa.field("update", pa.int64()),  # index of the scaler.update() that closed it; steps of one update share a scale
+        pa.field("scale", pa.float64(), nullable=False),  # 1.0 without a scaler
+        pa.field("growth_tracker", pa.int32()),
+        pa.field("found_inf", pa.bool_()),
+        pa.field("skipped", pa.bool_(), nullable=False),
+        pa.field("loss", pa.float64()),  # unscaled, mean over the step's backward calls
+        pa.field("loss_finite", pa.bool_()),
+        pa.field("input_finite", pa.bool_()),
+        pa.field("num_micro_steps", pa.int32(), nullable=False),
+        pa.field("sampled", pa.bool_(), nullable=False),
+        # one value per entry of run.json optimizers[optimizer].params, scaled as the gradient was at the boundary:
+        # the largest magnitude; inf or nan when the gradient held one; null when there was no gradient
+        pa.field("param_amax", pa.list_(pa.float32()), nullable=False),
+        pa.field("scaled", pa.bool_(), nullable=False),  # whether param_amax still carries the scale
+        pa.field("nonfinite", pa.list_(pa.int32()), nullable=False),  # ids of the tensors whose gradient was non-finite
+    ]
+)
+
+SAMPLES = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("tensor", pa.int32(), nullable=False),
+        pa.field("scale", pa.float64(), nullable=False),
+        pa.field("scaled", pa.bool_(), nullable=False),
+        pa.field("order", pa.int32(), nullable=False),  # position in backward (or in forward, for outputs)
+        pa.field("num_micro_steps", pa.int32(), nullable=False),
+        pa.field("numel", pa.int64(), nullable=False),
+        pa.field("num_zero", pa.int64(), nullable=False),
+        pa.field("num_nan", pa.int64(), nullable=False),
+        pa.field("num_inf", pa.int64(), nullable=False),
+        pa.field("amax", pa.float64(), nullable=False),  # largest finite magnitude, 0 when there is none
+        pa.field("counts", pa.list_(pa.int64())),  # NUM_BINS counts of floor(log2 |x|); null for kind "output"
+    ]
+)
+
+EVENTS = pa.schema(
+    [
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("micro_step", pa.int32(), nullable=False),
+        pa.field("name", pa.string(), nullable=False),
+        pa.field("optimizer", pa.int32()),
+        pa.field("scaler", pa.int32()),
+        pa.field("scaled", pa.bool_()),  # whether that optimizer's gradients carried the scale at that moment
+        pa.field("file", pa.string()),  # the user's line, for the first occurrences of each call
+        pa.field("line", pa.int32()),
+        pa.field("detail", pa.string()),
+    ]
+)
+
+TABLES = {"steps": STEPS, "samples": SAMPLES, "events": EVENTS}
+
+SORT_KEYS = {"steps": ("step",), "samples": ("tensor", "step"), "events": ("seq",)}
+
+KINDS = ("output_grad", "op_grad", "param_grad", "output", "param", "update")
+
+
+def rank_dir(rank: int) -> str:
+    """Folder name of one rank: rank-00000."""
+    return f"rank-{rank:05d}"
+
+
+def part_name(table: str, index: int) -> str:
+    """File name of one part: samples-000000.parquet."""
+    return f"{table}-{index:06d}.parquet"

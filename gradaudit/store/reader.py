@@ -1,0 +1,386 @@
+"""Opens a run folder, finished or still being written, without torch.
+
+A `Run` is a read-only view: run.json is read once, tables are read when asked for and kept. `Run.version` changes
+whenever the writer has added something, so a live reader opens the run again only then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from gradaudit.errors import RunCorrupt, RunNotFound, SchemaMismatch
+from gradaudit.formats import NUM_BINS
+from gradaudit.schema import RUN_FILE, RUN_FORMAT, SCHEMA_VERSION, TABLES, rank_dir
+from gradaudit.store.writer import LAST_KEY
+
+STALE_S = 60.0
+"""A writer renews its heartbeat at least every few seconds; a minute of silence from another host means it is gone."""
+
+NO_GRADIENT = -1.0
+"""Stands in a param_amax matrix where a parameter had no gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One row of run.json's tensors table: what a tensor id of the samples means.
+
+    `kind` is one of schema.KINDS; `fqn` the module or parameter; `op` the autograd node, empty for parameters and
+    activations; `parents` the tensors this gradient was computed from, nearer to the loss; `exact` marks gradients
+    copied from a parent without rounding.
+    """
+
+    id: int
+    kind: str
+    fqn: str
+    module: str = ""
+    op: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = "float32"
+    parents: tuple[int, ...] = ()
+    exact: bool = False
+    trainable: bool = True
+
+    @property
+    def label(self) -> str:
+        """Name unique enough to show: the fqn, and the operation where a module has several."""
+        return f"{self.fqn} [{self.op}]" if self.op and self.kind == "op_grad" else self.fqn
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Columns of the step table, one entry per attempted optimizer update, in order.
+
+    All arrays have shape [steps]. Floats are NaN and integers -1 where the run holds null; `found_inf`,
+    `loss_finite` and `input_finite` are 1, 0 or -1 (unknown). `param_amax` and `nonfinite` are ragged lists, see
+    `param_matrix`.
+    """
+
+    step: np.ndarray
+    time_s: np.ndarray
+    optimizer: np.ndarray
+    scaler: np.ndarray
+    update: np.ndarray
+    scale: np.ndarray
+    growth_tracker: np.ndarray
+    found_inf: np.ndarray
+    skipped: np.ndarray
+    loss: np.ndarray
+    loss_finite: np.ndarray
+    input_finite: np.ndarray
+    num_micro_steps: np.ndarray
+    sampled: np.ndarray
+    scaled: np.ndarray
+    param_amax: list[np.ndarray]
+    nonfinite: list[np.ndarray]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def param_matrix(self, optimizer: int) -> tuple[np.ndarray, np.ndarray]:
+        """Largest gradient magnitude of every parameter of one optimizer.
+
+        Returns:
+            (rows, amax): indices into these columns, shape [n]; magnitudes, shape [n, parameters], scaled where
+            `scaled` is set, inf or NaN where the gradient held one, `NO_GRADIENT` where there was none.
+        """
+        rows = np.flatnonzero(self.optimizer == optimizer)
+        width = max((len(self.param_amax[row]) for row in rows), default=0)
+        amax = np.full((len(rows), width), NO_GRADIENT)
+        for i, row in enumerate(rows):
+            amax[i, : len(self.param_amax[row])] = self.param_amax[row]
+        return rows, amax
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Columns of the sample table: one entry per (step, tensor).
+
+    Arrays have shape [rows]; `counts` has shape [rows, NUM_BINS] and is all zero where no histogram was kept.
+    `amax` is the largest finite magnitude, still carrying `scale` where `scaled` is set.
+    """
+
+    step: np.ndarray
+    tensor: np.ndarray
+    scale: np.ndarray
+    scaled: np.ndarray
+    order: np.ndarray
+    numel: np.ndarray
+    num_zero: np.ndarray
+    num_nan: np.ndarray
+    num_inf: np.ndarray
+    amax: np.ndarray
+    counts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+    def select(self, mask: np.ndarray) -> Samples:
+        """Rows of a boolean mask or an index array."""
+        return Samples(*(getattr(self, field.name)[mask] for field in fields(self)))
+
+
+class Run:
+    """A recorded run. Made by `open_run`; holds no file open.
+
+    `meta` is run.json as it was read. `ended` is "ok", "exception", "killed" or "running".
+    """
+
+    def __init__(self, path: Path, meta: dict[str, Any], ended: str) -> None:
+        self.path = path
+        self.meta = meta
+        self.ended = ended
+
+    @property
+    def name(self) -> str:
+        """Folder name."""
+        return self.path.name
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks with data on disk."""
+        found = (entry.name.removeprefix("rank-") for entry in self.path.glob("rank-*") if entry.is_dir())
+        return tuple(sorted(int(name) for name in found if name.isdigit()))
+
+    def tensors(self, rank: int = 0) -> tuple[TensorInfo, ...]:
+        """The tensors table of one rank, indexed by tensor id."""
+        return _tensor_table(self.meta if rank == 0 else _read_meta(self.path / rank_dir(rank) / RUN_FILE))
+
+    @cached_property
+    def steps(self) -> Steps:
+        """Rank 0's step table."""
+        return self.rank_steps(0)
+
+    def rank_steps(self, rank: int) -> Steps:
+        """One rank's step table."""
+        table = self._read("steps", rank)
+        columns: dict[str, Any] = {}
+        for field in TABLES["steps"]:
+            if field.name in ("param_amax", "nonfinite"):
+                columns[field.name] = _ragged(table[field.name])
+            else:
+                columns[field.name] = _column(table[field.name])
+        order = np.argsort(columns["step"], kind="stable")
+        for name, values in columns.items():
+            columns[name] = [values[i] for i in order] if isinstance(values, list) else values[order]
+        return Steps(**columns)
+
+    def samples(
+        self, *, rank: int = 0, tensors: Iterable[int] | None = None, steps: tuple[int, int] | None = None
+    ) -> Samples:
+        """Sampled statistics, sorted by (tensor, step).
+
+        Args:
+            rank: Whose.
+            tensors: Only these tensor ids; reads just their row groups.
+            steps: Only steps first..last, both included.
+        """
+        conditions: list[Any] = []
+        if tensors is not None:
+            conditions.append(pc.field("tensor").isin(pa.array(list(tensors), pa.int32())))
+        if steps is not None:
+            conditions.append((pc.field("step") >= steps[0]) & (pc.field("step") <= steps[1]))
+        expression = None
+        for condition in conditions:
+            expression = condition if expression is None else expression & condition
+        return _samples(self._read("samples", rank, filters=expression))
+
+    def events(self, *, rank: int = 0) -> list[dict[str, Any]]:
+        """The call-order log in order, one dict per event."""
+        rows: list[dict[str, Any]] = self._read("events", rank).sort_by("seq").to_pylist()
+        return rows
+
+    @property
+    def version(self) -> str:
+        """Changes when the writer has added something. Reads directory entries only."""
+        return run_version(self.path)
+
+    def _read(self, table: str, rank: int, *, filters: Any = None) -> pa.Table:
+        folder = self.path / rank_dir(rank)
+        for attempt in range(5):
+            try:
+                return _read_parts(folder, table, filters)
+            except FileNotFoundError:
+                # parts were merged between listing and opening: list again
+                if attempt == 4:
+                    raise RunCorrupt(f"{folder} keeps changing while it is read; try again in a moment.") from None
+        raise AssertionError("unreachable")
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """Open a run folder for reading.
+
+    Raises:
+        RunNotFound: There is no run at `path`.
+        RunCorrupt: run.json cannot be read.
+        SchemaMismatch: A newer gradaudit wrote it.
+    """
+    folder = Path(path)
+    if not folder.exists():
+        raise RunNotFound(f"{folder} does not exist; record a run with: gradaudit run --out {folder} train.py")
+    if not (folder / RUN_FILE).is_file():
+        raise RunNotFound(f"{folder} is not a gradaudit run (no {RUN_FILE} in it); pass the folder given to --out.")
+    meta = _read_meta(folder / RUN_FILE)
+    return Run(folder, meta, _how_it_ended(meta))
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder looks like a run, readable or not."""
+    return (path / RUN_FILE).is_file()
+
+
+def find_runs(root: str | os.PathLike[str]) -> list[Path]:
+    """Run folders at or below `root`, two levels deep, newest first."""
+    top = Path(root)
+    if is_run(top):
+        return [top]
+    found = [entry.parent for pattern in ("*", "*/*") for entry in top.glob(f"{pattern}/{RUN_FILE}")]
+    found = [entry for entry in found if not entry.name.startswith("rank-")]
+    return sorted(found, key=lambda entry: (-(entry / RUN_FILE).stat().st_mtime, entry.name))
+
+
+def run_version(path: Path) -> str:
+    """Fingerprint of a run folder's files: names and sizes, and run.json's modification time."""
+    entries = []
+    try:
+        stat = (path / RUN_FILE).stat()
+        entries.append(f"{stat.st_mtime_ns}:{stat.st_size}")
+        for folder in sorted(path.glob("rank-*")):
+            entries += [f"{e.name}:{e.stat().st_size}" for e in os.scandir(folder) if e.name.endswith(".parquet")]
+    except FileNotFoundError:
+        pass  # a part was merged away just now; the next look sees a settled folder
+    return "|".join(sorted(entries))
+
+
+def _read_meta(path: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunCorrupt(f"{path} cannot be read ({_reason(error)}); record the run again.") from error
+    if not isinstance(meta, dict) or meta.get("format") != RUN_FORMAT:
+        raise RunNotFound(f"{path} was not written by gradaudit; pass the folder given to --out.")
+    version = meta.get("schema_version")
+    if not isinstance(version, int) or version > SCHEMA_VERSION:
+        raise SchemaMismatch(
+            f"{path.parent} was written by a newer gradaudit (schema {version}, this one reads up to "
+            f"{SCHEMA_VERSION}); upgrade gradaudit."
+        )
+    return meta
+
+
+def _tensor_table(meta: dict[str, Any]) -> tuple[TensorInfo, ...]:
+    known = {field.name for field in fields(TensorInfo)}
+    rows = []
+    for row in meta.get("tensors", []):
+        kept = {key: value for key, value in row.items() if key in known}
+        kept["shape"] = tuple(kept.get("shape", ()))
+        kept["parents"] = tuple(kept.get("parents", ()))
+        rows.append(TensorInfo(**kept))
+    return tuple(rows)
+
+
+def _how_it_ended(meta: dict[str, Any]) -> str:
+    if meta.get("ended"):
+        return str(meta["ended"])
+    if meta.get("host") == host_id() and isinstance(meta.get("pid"), int):
+        return "running" if _alive(meta["pid"]) else "killed"
+    return "running" if time.time() - float(meta.get("heartbeat_at", 0)) < STALE_S else "killed"
+
+
+def host_id() -> str:
+    """A name for this machine that says nothing about it: used only to ask whether a pid is ours."""
+    import hashlib
+    import platform
+
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _read_parts(folder: Path, table: str, filters: Any) -> pa.Table:
+    schema = TABLES[table]
+    tables = [schema.empty_table()]
+    covered = -1
+    for file in sorted(folder.glob(f"{table}-*.parquet")):
+        index = file.stem.rpartition("-")[2]
+        if not index.isdigit() or int(index) <= covered:
+            continue  # merged into an earlier part and about to be removed
+        try:
+            with pq.ParquetFile(file) as opened:
+                metadata = opened.schema_arrow.metadata or {}
+                missing = set(schema.names) - set(opened.schema_arrow.names)
+            if missing:
+                raise RunCorrupt(
+                    f"{file} is not a gradaudit {table} part (no column {sorted(missing)[0]!r}); remove it."
+                )
+            covered = int(metadata.get(LAST_KEY, b"-1"))
+            part = pq.read_table(file, schema=schema, filters=filters)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            raise RunCorrupt(f"{file} cannot be read ({_reason(error)}); remove it or record the run again.") from error
+        tables.append(part)
+    return pa.concat_tables(tables)
+
+
+def _column(column: pa.ChunkedArray) -> np.ndarray:
+    kind = column.type
+    if pa.types.is_boolean(kind):
+        if column.null_count == 0:
+            return np.asarray(column.to_numpy(), dtype=bool)
+        return np.asarray(pc.fill_null(pc.cast(column, pa.int8()), -1).to_numpy())
+    if pa.types.is_floating(kind):
+        return np.asarray(pc.fill_null(column, float("nan")).to_numpy(), dtype=np.float64)
+    return np.asarray(pc.fill_null(column, -1).to_numpy(), dtype=np.int64)
+
+
+def _ragged(column: pa.ChunkedArray) -> list[np.ndarray]:
+    combined = column.combine_chunks()
+    if isinstance(combined, pa.ChunkedArray):
+        combined = pa.concat_arrays(combined.chunks) if combined.num_chunks else pa.array([], column.type)
+    values = pc.fill_null(combined.flatten(), NO_GRADIENT if pa.types.is_floating(column.type.value_type) else -1)
+    offsets = np.concatenate([[0], np.cumsum(pc.list_value_length(combined).to_numpy(zero_copy_only=False))])
+    flat = values.to_numpy(zero_copy_only=False)
+    return [flat[start:stop] for start, stop in zip(offsets[:-1].astype(int), offsets[1:].astype(int), strict=True)]
+
+
+def _samples(table: pa.Table) -> Samples:
+    columns = {name: _column(table[name]) for name in TABLES["samples"].names if name != "counts"}
+    columns.pop("num_micro_steps")
+    counts = np.zeros((table.num_rows, NUM_BINS), dtype=np.int64)
+    present = pc.is_valid(table["counts"]).to_numpy()
+    flat = [chunk.flatten().to_numpy(zero_copy_only=False) for chunk in table["counts"].chunks]
+    if flat:
+        counts[present] = np.concatenate(flat).reshape(-1, NUM_BINS)
+    samples = Samples(counts=counts, **columns)
+    return samples.select(np.lexsort((samples.step, samples.tensor)))
+
+
+def _reason(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return text[0].rstrip(".")[:120] if text else type(error).__name__
+
+
+def only(samples: Samples, tensors: Sequence[TensorInfo], kinds: tuple[str, ...]) -> Samples:
+    """Rows whose tensor is of one of `kinds`."""
+    wanted = np.array([tensor.kind in kinds for tensor in tensors], dtype=bool)
+    return samples.select(wanted[samples.tensor] if len(samples) else np.zeros(0, dtype=bool))
