@@ -49,6 +49,9 @@ SAMPLES = pa.schema(
         pa.field("num_nan", pa.int64(), nullable=False),
         pa.field("num_inf", pa.int64(), nullable=False),
         pa.field("amax", pa.float64(), nullable=False),  # largest finite magnitude, 0 when there is none
+        # fan-in times the mean square of the layer's input: the energy that independent errors of the output gradient
+        # bring to this weight gradient, per unit of theirs; null where it is not a layer's weight
+        pa.field("noise_gain", pa.float64()),
         pa.field("counts", pa.list_(pa.int64())),  # NUM_BINS counts of floor(log2 |x|); null for kind "output"
     ]
 )

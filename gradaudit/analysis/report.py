@@ -197,7 +197,9 @@ class AuditReport:
         body = asdict(self)
         for finding, plain in zip(self.findings, body["findings"], strict=True):
             plain["docs"] = finding.docs
-            plain["where"] = [{key: value for key, value in place.items() if value is not None} for place in plain["where"]]
+            plain["where"] = [
+                {key: value for key, value in place.items() if value is not None} for place in plain["where"]
+            ]
             plain["evidence"] = [
                 {key: value for key, value in item.items() if value is not None} for item in plain["evidence"]
             ]

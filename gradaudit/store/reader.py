@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 from gradaudit.errors import RunCorrupt, RunNotFound, SchemaMismatch
 from gradaudit.formats import NUM_BINS
 from gradaudit.schema import RUN_FILE, RUN_FORMAT, SCHEMA_VERSION, TABLES, rank_dir
+from gradaudit.store.host import host_id
 from gradaudit.store.writer import LAST_KEY
 
 STALE_S = 60.0
@@ -108,7 +109,8 @@ class Samples:
     """Columns of the sample table: one entry per (step, tensor).
 
     Arrays have shape [rows]; `counts` has shape [rows, NUM_BINS] and is all zero where no histogram was kept.
-    `amax` is the largest finite magnitude, still carrying `scale` where `scaled` is set.
+    `amax` is the largest finite magnitude, still carrying `scale` where `scaled` is set; `noise_gain` is NaN where the
+    run holds none.
     """
 
     step: np.ndarray
@@ -121,6 +123,7 @@ class Samples:
     num_nan: np.ndarray
     num_inf: np.ndarray
     amax: np.ndarray
+    noise_gain: np.ndarray
     counts: np.ndarray
 
     def __len__(self) -> int:
@@ -296,14 +299,6 @@ def _how_it_ended(meta: dict[str, Any]) -> str:
     if meta.get("host") == host_id() and isinstance(meta.get("pid"), int):
         return "running" if _alive(meta["pid"]) else "killed"
     return "running" if time.time() - float(meta.get("heartbeat_at", 0)) < STALE_S else "killed"
-
-
-def host_id() -> str:
-    """A name for this machine that says nothing about it: used only to ask whether a pid is ours."""
-    import hashlib
-    import platform
-
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:12]
 
 
 def _alive(pid: int) -> bool:

@@ -1,0 +1,232 @@
+"""Hooks and wrapped calls of torch itself, put on by `install` and taken off without a trace.
+
+Modules and optimizers are seen through torch's global hooks. The calls that have none are wrapped where they live: methods
+on their class, so that it does not matter when a script imported the class, functions in their modules. Nothing is ever
+put on a user's object.
+
+Compiled code is left alone: under a trace the hooks are constants that do nothing, so no graph breaks and no number
+changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.modules import module as nn_module
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as optim_optimizer
+
+from gradaudit.capture.auditor import Auditor
+
+Undo = Callable[[], None]
+
+_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
+"""torch warns that a compiled module's own call is seen twice; gradaudit counts on nothing there."""
+
+
+def install(auditor: Auditor) -> Undo:
+    """Put every hook and wrapper on; the returned function takes them off again, latest first."""
+    undos: list[Undo] = []
+    try:
+        _hook_modules(auditor, undos)
+        _hook_optimizers(auditor, undos)
+        _wrap_scalers(auditor, undos)
+        _wrap_backward(auditor, undos)
+        _wrap_other_calls(auditor, undos)
+        _silence_compile_warning(undos)
+    except BaseException:
+        _run_backwards(undos)
+        raise
+    return functools.partial(_run_backwards, undos)
+
+
+def _run_backwards(undos: list[Undo]) -> None:
+    while undos:
+        undos.pop()()
+
+
+def _replace(owner: Any, name: str, make: Callable[[Any], Any], undos: list[Undo]) -> None:
+    """Replace an attribute that `owner` itself defines, keeping its docs and signature."""
+    original = vars(owner)[name]
+    wrapper = functools.wraps(original)(make(original))
+    setattr(owner, name, wrapper)
+
+    def undo() -> None:
+        if vars(owner).get(name) is wrapper:  # somebody may have wrapped the wrapper: leave theirs
+            setattr(owner, name, original)
+
+    undos.append(undo)
+
+
+def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
+    def before(module: torch.nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            auditor.on_forward_start(module)
+
+    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling():
+            auditor.on_forward_end(module, (args, kwargs), output)
+
+    undos.append(nn_module.register_module_forward_pre_hook(before).remove)
+    undos.append(nn_module.register_module_forward_hook(after, with_kwargs=True, always_call=True).remove)
+
+
+def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
+    def before(optimizer: Any, args: Any, kwargs: Any) -> None:
+        has_closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[:1])
+        auditor.on_optimizer_start(optimizer, has_closure=has_closure)
+
+    def after(optimizer: Any, args: Any, kwargs: Any) -> None:
+        auditor.on_optimizer_end(optimizer)
+
+    undos.append(optim_optimizer.register_optimizer_step_pre_hook(before).remove)
+    undos.append(optim_optimizer.register_optimizer_step_post_hook(after).remove)
+
+
+def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
+    base = torch.amp.grad_scaler.GradScaler
+    depth = {"now": 0}  # an overriding method calls the one it overrides: only the outer call counts
+
+    def outermost(original: Any, observe: Callable[..., Any]) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if depth["now"]:
+                return original(self, *args, **kwargs)
+            depth["now"] += 1
+            try:
+                return observe(original, self, *args, **kwargs)
+            finally:
+                depth["now"] -= 1
+
+        return call
+
+    def scale(original: Any, self: Any, outputs: Any) -> Any:
+        scaled = original(self, outputs)
+        auditor.on_scale(self, outputs, scaled)
+        return scaled
+
+    def unscale_(original: Any, self: Any, optimizer: Any) -> Any:
+        auditor.on_unscale(self, optimizer)
+        return original(self, optimizer)
+
+    def step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        auditor.on_scaler_step_start(self, optimizer)
+        try:
+            return original(self, optimizer, *args, **kwargs)
+        finally:
+            auditor.on_scaler_step_end(self, optimizer)
+
+    def update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        auditor.on_update(self)
+        return original(self, *args, **kwargs)
+
+    def load_state_dict(original: Any, self: Any, state_dict: Any) -> Any:
+        result = original(self, state_dict)
+        auditor.on_load_state(self)
+        return result
+
+    observers = {f.__name__: f for f in (scale, unscale_, step, update, load_state_dict)}
+
+    def wrap(cls: type) -> None:
+        for name, observe in observers.items():
+            if name in vars(cls):
+                _replace(cls, name, functools.partial(outermost, observe=observe), undos)
+
+    def wrap_subclass(cls: type, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        wrap(cls)
+
+    for cls in (base, *_subclasses(base)):
+        wrap(cls)
+    # FSDP's scaler is imported when it is first needed
+    base.__init_subclass__ = classmethod(wrap_subclass)  # type: ignore[assignment]
+    undos.append(lambda: delattr(base, "__init_subclass__"))
+
+
+def _subclasses(cls: type) -> list[type]:
+    found = []
+    for child in cls.__subclasses__():
+        found += [child, *_subclasses(child)]
+    return found
+
+
+def _wrap_backward(auditor: Auditor, undos: list[Undo]) -> None:
+    # Tensor.backward and both kinds of checkpointing go through this name
+    def make(original: Any) -> Any:
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            walk = auditor.on_backward_start(tensors)
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                auditor.on_backward_end(walk)
+
+        return backward
+
+    _replace(torch.autograd, "backward", make, undos)
+
+
+def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
+    def clip(original: Any, *, name: str) -> Any:
+        def call(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+            auditor.on_call(name, detail=str(limit) if isinstance(limit, (int, float)) else None)
+            return original(parameters, limit, *args, **kwargs)
+
+        def by_keyword(*args: Any, **kwargs: Any) -> Any:
+            if len(args) >= 2:
+                return call(*args, **kwargs)
+            auditor.on_call(name)
+            return original(*args, **kwargs)
+
+        return by_keyword
+
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            _replace(owner, name, functools.partial(clip, name=name), undos)
+
+    def zero_grad(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            auditor.on_call("optimizer.zero_grad", optimizer=self)
+            return original(self, *args, **kwargs)
+
+        return call
+
+    _replace(torch.optim.Optimizer, "zero_grad", zero_grad, undos)
+
+    def scheduler_step(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # the first call is made by the constructor, before the scheduler has stepped
+            if "_last_lr" in vars(self) or "best" in vars(self):
+                auditor.on_call("lr_scheduler.step", optimizer=getattr(self, "optimizer", None))
+            return original(self, *args, **kwargs)
+
+        return call
+
+    schedulers = [cls for cls in vars(lr_scheduler).values() if inspect.isclass(cls) and "step" in vars(cls)]
+    for cls in dict.fromkeys(schedulers):
+        if issubclass(cls, lr_scheduler.LRScheduler):
+            _replace(cls, "step", scheduler_step, undos)
+
+    def enter(original: Any) -> Any:
+        def call(self: Any) -> Any:
+            auditor.on_autocast(self.device, str(self.fast_dtype).removeprefix("torch."), bool(self._enabled))
+            return original(self)
+
+        return call
+
+    _replace(torch.amp.autocast_mode.autocast, "__enter__", enter, undos)
+
+
+def _silence_compile_warning(undos: list[Undo]) -> None:
+    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
+    added = warnings.filters[0]
+
+    def undo() -> None:
+        if added in warnings.filters:
+            warnings.filters.remove(added)  # type: ignore[attr-defined]
+            warnings._filters_mutated()  # type: ignore[attr-defined]
+
+    undos.append(undo)

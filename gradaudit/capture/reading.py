@@ -1,0 +1,120 @@
+"""Small device-side readings for the every-step pass. None of them waits for the device or keeps a tensor alive."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable
+from typing import Any
+
+import torch
+
+from gradaudit.capture.recorder import HostCopy
+from gradaudit.capture.statistic import dense_values
+
+
+def next_sequence() -> int:
+    """The number the next autograd node of this thread will get."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def descends_from(node: Any, sequences: Container[int]) -> bool:
+    """Whether a node is, or within a few operations uses, an output of scaler.scale."""
+    if not sequences:
+        return False
+    frontier = [node]
+    for _ in range(4):
+        following = []
+        for entry in frontier:
+            if entry is None:
+                continue
+            number = getattr(entry, "_sequence_nr", None)
+            if callable(number) and number() in sequences:
+                return True
+            following += [producer for producer, _ in entry.next_functions]
+        frontier = following[:16]
+    return False
+
+
+def floating_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
+    """Tensors with a fractional part in nested tuples, lists, dicts and dataclasses."""
+    if isinstance(value, torch.Tensor):
+        return [value] if value.is_floating_point() or value.is_complex() else []
+    if depth > 4 or value is None or isinstance(value, (str, int, float)):
+        return []
+    items: Iterable[Any] = ()
+    if isinstance(value, (tuple, list)):
+        items = value
+    elif isinstance(value, dict):
+        items = value.values()
+    elif hasattr(value, "__dataclass_fields__"):
+        items = [getattr(value, name, None) for name in value.__dataclass_fields__]
+    return [tensor for item in items for tensor in floating_tensors(item, depth + 1)]
+
+
+def mean(tensor: torch.Tensor) -> torch.Tensor:
+    """Mean value, of magnitudes if complex, in float64."""
+    return tensor.detach().double().mean() if not tensor.is_complex() else tensor.detach().abs().double().mean()
+
+
+def mean_square(tensor: torch.Tensor) -> torch.Tensor:
+    """Mean of squared magnitudes, in float32."""
+    with torch.no_grad():
+        flat = tensor.detach().reshape(-1)
+        return (flat.abs() if flat.is_complex() else flat).float().square().mean()
+
+
+def layer_weight(module: torch.nn.Module) -> tuple[torch.nn.Parameter | None, int]:
+    """The matrix that a module multiplies its first input with, and how many inputs go into one output."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.nn.Parameter):
+        weight = getattr(module, "in_proj_weight", None)
+    if not isinstance(weight, torch.nn.Parameter) or weight.dim() < 2 or weight.numel() == 0:
+        return None, 0
+    num_outputs = getattr(module, "out_channels", weight.shape[0])
+    return weight, weight.numel() // max(int(num_outputs), 1)
+
+
+def largest(tensor: torch.Tensor) -> torch.Tensor:
+    """Largest magnitude, inf or NaN if there is one: one pass that also answers whether all is finite."""
+    return largest_each([tensor])[0]
+
+
+def largest_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    flat = []
+    for tensor in tensors:
+        values, _ = dense_values(tensor)
+        flat.append(values if values.numel() else values.new_zeros(1))
+    if not flat:
+        return []
+    with torch.no_grad():
+        return list(torch._foreach_norm(flat, float("inf")))
+
+
+def stack_scalars(values: list[torch.Tensor]) -> list[HostCopy]:
+    """0-dim values as one copy per run of equal devices, in order."""
+    copies: list[HostCopy] = []
+    start = 0
+    for i in range(1, len(values) + 1):
+        if i == len(values) or values[i].device != values[start].device:
+            copies.append(HostCopy(torch.stack([v.detach().double().reshape(()) for v in values[start:i]])))
+            start = i
+    return copies
+
+
+def stack_rows(rows: list[torch.Tensor]) -> list[HostCopy]:
+    copies: list[HostCopy] = []
+    start = 0
+    for i in range(1, len(rows) + 1):
+        if i == len(rows) or rows[i].device != rows[start].device:
+            copies.append(HostCopy(torch.stack(rows[start:i])))
+            start = i
+    return copies
+
+
+def found_inf(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return [found.detach().clone() for found in state.get("found_inf_per_device", {}).values()]
+
+
+def known_on_host(found: list[torch.Tensor]) -> bool:
+    """Whether an overflow can be told without waiting for a device: only on the CPU."""
+    return any(value.device.type == "cpu" and bool(value > 0) for value in found)

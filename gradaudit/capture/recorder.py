@@ -1,0 +1,178 @@
+"""From the device to the disk without making training wait.
+
+The training thread hands over packets: what is known on the host already, and device tensors on their way to pinned
+memory. A writer thread waits for the copies, turns packets into rows, and flushes every two seconds. When it falls
+behind, histograms are dropped and counted; step rows and events never are.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from gradaudit.capture.statistic import merge_rows, row_values
+from gradaudit.store.writer import RunWriter
+
+FLUSH_S = 2.0
+"""What a SIGKILL may cost."""
+
+MAX_WAITING_SAMPLES = 64
+"""Sampled steps in flight before histograms are dropped: 1,000 tensors' rows are 0.8 MB a step."""
+
+
+class HostCopy:
+    """A device tensor on its way to the host.
+
+    Sync: none to make; `numpy` waits for the copy and belongs in the writer thread.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._event: Any = None
+        if tensor.device.type == "cpu":
+            self._host = tensor
+        else:
+            pinned = tensor.device.type == "cuda"
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._host.copy_(tensor, non_blocking=pinned)
+            if pinned:
+                self._event = torch.cuda.Event()
+                self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def numpy(self) -> np.ndarray:
+        """The values. Sync: waits for this one copy."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.numpy()
+
+
+@dataclass(slots=True)
+class SampledTensors:
+    """The statistics of one sampled step: stacked rows, and for each (tensor id, scaled, order, keep the histogram).
+
+    `gain_tensors` are the tensor ids that the values of `gains` belong to, a tensor once per call of its layer.
+    """
+
+    columns: list[tuple[int, bool, int, bool]]
+    rows: list[HostCopy]
+    gain_tensors: list[int]
+    gains: list[HostCopy]
+
+
+@dataclass(slots=True)
+class Packet:
+    """One step. `scalars` are device values in the order that `finish` expects; `finish` makes the step row of them."""
+
+    scalars: list[HostCopy]
+    finish: Callable[[np.ndarray], dict[str, Any]]
+    samples: SampledTensors | None
+
+
+class Recorder:
+    """Owns the writer thread; opened with the run, closed with it.
+
+    Args:
+        writer: Where rows go; only this object's thread calls it from now on.
+        describe: Returns run.json as of now; called in the writer thread.
+    """
+
+    def __init__(self, writer: RunWriter, describe: Callable[[], dict[str, Any]]) -> None:
+        self.error: Exception | None = None
+        self.num_dropped = 0
+        self._writer = writer
+        self._describe = describe
+        self._packets: deque[Packet] = deque()
+        self._events: deque[dict[str, Any]] = deque()
+        self._num_waiting_samples = 0
+        self._wake = threading.Event()
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="gradaudit-recorder", daemon=True)
+        self._thread.start()
+
+    def put(self, packet: Packet) -> None:
+        """Queue one step. Sync: none."""
+        if packet.samples is not None:
+            if self._num_waiting_samples >= MAX_WAITING_SAMPLES:
+                packet.samples = None
+                self.num_dropped += 1
+            else:
+                self._num_waiting_samples += 1
+        self._packets.append(packet)
+
+    def put_event(self, event: dict[str, Any]) -> None:
+        """Queue one row of the call-order log. Sync: none."""
+        self._events.append(event)
+
+    def close(self) -> None:
+        """Write what is queued and end the thread. Sync: waits for the last copies and the disk."""
+        self._closing = True
+        self._wake.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            last_flush = time.monotonic()
+            while True:
+                closing = self._closing
+                self._wake.wait(0.0 if closing else 0.25)
+                self._drain()
+                if closing or time.monotonic() - last_flush >= FLUSH_S:
+                    self._writer.meta = self._describe()
+                    self._writer.flush()
+                    last_flush = time.monotonic()
+                if closing:
+                    return
+        except Exception as error:  # reported by the auditor, which turns capture off: training goes on
+            self.error = error
+
+    def _drain(self) -> None:
+        steps, samples = [], []
+        while self._packets:
+            packet = self._packets.popleft()
+            scalars = [copy.numpy() for copy in packet.scalars]
+            step = packet.finish(np.concatenate(scalars) if scalars else np.zeros(0))
+            steps.append(step)
+            if packet.samples is not None:
+                samples += sample_rows(packet.samples, step)
+                self._num_waiting_samples -= 1
+        self._writer.append("steps", steps)
+        self._writer.append("samples", samples)
+        events = [self._events.popleft() for _ in range(len(self._events))]
+        self._writer.append("events", events)
+
+
+def sample_rows(samples: SampledTensors, step: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows of the sample table from one step's statistics, those of one tensor merged over micro-steps."""
+    stacked = np.concatenate([copy.numpy() for copy in samples.rows])
+    gains: dict[int, list[float]] = {}
+    for tensor, gain in zip(samples.gain_tensors, [v for copy in samples.gains for v in copy.numpy()], strict=True):
+        gains.setdefault(tensor, []).append(float(gain))
+    by_tensor: dict[int, list[int]] = {}
+    for i, (tensor, *_) in enumerate(samples.columns):
+        by_tensor.setdefault(tensor, []).append(i)
+    rows = []
+    for tensor, indices in by_tensor.items():
+        _, scaled, order, keep_histogram = samples.columns[indices[0]]
+        row = stacked[indices[0]] if len(indices) == 1 else merge_rows(stacked[indices])
+        values = row_values(row)
+        if not keep_histogram:
+            values["counts"] = None
+        rows.append(
+            {
+                "step": step["step"],
+                "tensor": tensor,
+                "scale": step["scale"],
+                "scaled": scaled,
+                "order": order,
+                "num_micro_steps": len(indices),
+                "noise_gain": float(np.mean(gains[tensor])) if tensor in gains else None,
+                **values,
+            }
+        )
+    return rows
