@@ -61,7 +61,7 @@ def sample(index: int, tensor_id: int, exponents: dict[int, int], **more: Any) -
     return {
         "step": index, "tensor": tensor_id, "scale": 65536.0, "scaled": True, "order": tensor_id, "num_micro_steps": 1,
         "numel": int(counts.sum()) + num_zero + num_nan + num_inf, "num_zero": num_zero, "num_nan": num_nan,
-        "num_inf": num_inf, "amax": amax, "counts": counts.tolist(), **more,
+        "num_inf": num_inf, "amax": amax, "noise_gain": None, "counts": counts.tolist(), **more,
     }  # fmt: skip
 
 

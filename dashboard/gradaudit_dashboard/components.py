@@ -1,0 +1,305 @@
+"""Cards and tables: words and layout from an AuditReport, never a threshold.
+
+Text goes in as children, which Dash renders as text; no card takes HTML.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import dash_mantine_components as dmc
+import numpy as np
+from dash import html
+
+from gradaudit.analysis.report import AuditReport, Finding, Place, Recommendation
+from gradaudit.errors import GradauditError
+from gradaudit.reporters.palette import ZONE_COLOURS
+from gradaudit.reporters.rows import (
+    effect_rows,
+    passed_checks,
+    run_facts,
+    sorted_findings,
+    unfinished_checks,
+    window_limits,
+    window_words,
+)
+from gradaudit.reporters.words import (
+    CAN_FIX_WORDS,
+    LEVEL_WORDS,
+    PRECISION_WORDS,
+    SEVERITY_WORDS,
+    ZONE_MEANINGS,
+    ZONE_WORDS,
+    clean,
+    format_evidence,
+    format_number,
+    format_scale,
+    format_steps,
+    place_detail,
+    plural,
+    prose,
+)
+from gradaudit_dashboard.figures import NO_VALUE_COLOUR, NOT_SAMPLED_COLOUR, ramp_colour
+from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, share_codes
+from gradaudit_dashboard.source import reason
+
+logger = logging.getLogger(__name__)
+
+MAX_PLACES = 6
+"""A fault in one layer tends to show in all behind it; the rest is counted."""
+
+NO_FLOOR = 1.0
+"""GradScaler has no smallest scale; a recommended one at 1 or below is no news."""
+
+
+def panel(title: str, children: Any, *, className: str = "", **more: Any) -> html.Section:
+    """A titled card."""
+    return html.Section([html.H2(title), children], className=f"card {className}".strip(), **more)
+
+
+def error_card(what: str, error: Exception) -> html.Div:
+    """Stands in place of a panel that could not be made; the log has the trace, the other panels go on."""
+    expected = isinstance(error, GradauditError)
+    logger.log(
+        logging.WARNING if expected else logging.ERROR, "%s: %s", what, error, exc_info=None if expected else error
+    )
+    return message_card(f"{what} could not be shown", reason(error), state="error")
+
+
+def message_card(title: str, text: str, *, state: str = "empty") -> html.Div:
+    """A designed picture for an empty, waiting or broken panel."""
+    icon = html.Span(className=f"icon icon-{state}", **{"aria-hidden": "true"})
+    return html.Div([icon, html.Div([html.Strong(title), html.P(text)])], className=f"message {state}", role="status")
+
+
+def guarded(what: str, build: Callable[[], Any]) -> Any:
+    """The panel, or an error card in its place."""
+    try:
+        return build()
+    except Exception as error:  # whatever a run holds, the rest of the page must stay
+        return error_card(what, error)
+
+
+def facts(pairs: Sequence[tuple[str, Any]]) -> html.Dl:
+    """Label and value pairs."""
+    return html.Dl([html.Div([html.Dt(label), html.Dd(value)]) for label, value in pairs], className="facts")
+
+
+def verdict_card(report: AuditReport) -> html.Section:
+    """Is it healthy, in one sentence, with the run in numbers."""
+    level = report.verdict.level
+    return html.Section(
+        [
+            html.Div(
+                [
+                    html.Span(className=f"icon icon-{level}", **{"aria-hidden": "true"}),
+                    html.Div([html.H2(LEVEL_WORDS[level], className="level"), html.P(prose(report.verdict.summary))]),
+                ],
+                className="verdict-head",
+            ),
+            facts(run_facts(report.run)),
+        ],
+        className=f"card verdict {level}",
+        **{"aria-label": "Verdict"},
+    )
+
+
+def findings_card(report: AuditReport, row_of: Callable[[Place], str | None]) -> html.Section:
+    """What is wrong, worst first; errors and warnings open, the rest folded.
+
+    Args:
+        report: The audit.
+        row_of: Heatmap row of a place, None where there is none to pin.
+    """
+    found = sorted_findings(report)
+    count = {severity: sum(item.severity == severity for item in found) for severity in SEVERITY_WORDS}
+    said = ", ".join(plural(n, word) if word != "info" else f"{n:,} info" for word, n in count.items() if n)
+    body: list[Any] = [_finding(item, row_of) for item in found]
+    if not found:
+        sampled = f"{plural(report.run.num_sampled, 'sampled step')}, {plural(len(report.layers), 'gradient tensor')}"
+        text = f"{plural(len(passed_checks(report)), 'check')} looked at {sampled} and found nothing."
+        body = [message_card("No findings", text, state="healthy")]
+    title = f"Findings ({said})" if said else "Findings"
+    return panel(title, html.Div([*body, _checks(report)], className="findings"), **{"aria-live": "polite"})
+
+
+def _finding(finding: Finding, row_of: Callable[[Place], str | None]) -> html.Details:
+    head = html.Summary(
+        [
+            html.Span(
+                [
+                    html.Span(className=f"icon icon-{finding.severity}", **{"aria-hidden": "true"}),
+                    SEVERITY_WORDS[finding.severity],
+                ],
+                className=f"severity {finding.severity}",
+            ),
+            html.Span(prose(finding.title), className="finding-title"),
+        ]
+    )
+    certainty = f"{finding.confidence} confidence"
+    if finding.severity != "info":
+        certainty += f"; {CAN_FIX_WORDS[finding.scale_can_fix]}"
+    pairs: list[tuple[str, Any]] = []
+    if finding.where:
+        pairs.append(("Where", _places(finding.where, row_of)))
+    pairs.append(("When", format_steps(finding.steps)))
+    if finding.evidence:
+        pairs.append(("Evidence", html.Ul([html.Li(format_evidence(item)) for item in finding.evidence])))
+    pairs.append(("Certainty", certainty))
+    if finding.remedy:
+        pairs.append(("Do", html.Strong(prose(finding.remedy), className="remedy")))
+    pairs.append(("Id", html.Code(finding.id)))
+    return html.Details(
+        [head, html.P(prose(finding.summary)), facts(pairs)],
+        open=finding.severity != "info",
+        className=f"finding {finding.severity}",
+    )
+
+
+def _places(where: Sequence[Place], row_of: Callable[[Place], str | None]) -> html.Ul:
+    items = [html.Li([_place(place, row_of(place)), f" ({place_detail(place)})"]) for place in where[:MAX_PLACES]]
+    if len(where) > MAX_PLACES:
+        items.append(html.Li(f"and {len(where) - MAX_PLACES:,} more"))
+    return html.Ul(items)
+
+
+def _place(place: Place, row: str | None) -> Any:
+    name = clean(place.name)
+    if row is None:
+        return html.Code(name)
+    return html.Button(name, type="button", className="pin", title="Show its exponents", **{"data-pin": row})
+
+
+def _checks(report: AuditReport) -> Any:
+    if not report.checks:
+        return None
+    counts = {
+        status: sum(check.status == status for check in report.checks)
+        for status in ("passed", "found", "skipped", "errored")
+    }
+    said = ", ".join(f"{n:,} {status}" for status, n in counts.items() if n)
+    passed = ", ".join(passed_checks(report)) or "none"
+    open_ends = [html.Li(f"{check.status} {check.id}: {prose(check.reason)}") for check in unfinished_checks(report)]
+    body = [html.P(f"Passed: {passed}."), html.Ul(open_ends) if open_ends else None]
+    return html.Details([html.Summary(f"{plural(len(report.checks), 'check')}: {said}"), *body], className="checks")
+
+
+def recommendation_card(report: AuditReport, meta: Mapping[str, Any]) -> html.Section:
+    """Settings now and recommended, their effect on this run, and the line to paste."""
+    advice = report.recommendation
+    if advice is None:
+        text = "There is nothing to recommend: the run used no loss scale, or too little of it was recorded."
+        return panel("Recommendation", message_card("No recommendation", text))
+    verdict = "Change the scaler's settings." if advice.change_needed else "Keep the scaler's settings."
+    if advice.precision != "fp16":
+        verdict = PRECISION_WORDS[advice.precision].capitalize() + "."
+    now, used = first_scaler(meta), advice.change_needed
+    rows = [
+        (name, _setting(name, now.get(name)), _setting(name, value) if used else _setting(name, now.get(name)))
+        for name, value in _settings(advice).items()
+    ]
+    body = [html.P(html.Strong(verdict)), _before_after("setting", "now", "recommended", rows)]
+    if used:
+        body.append(_code(scaler_code(advice, device(meta))))
+    body.append(_before_after("effect on this run", "now", "predicted", effect_rows(advice)))
+    pairs: list[tuple[str, Any]] = [("Safe window of scales", window_words(advice.window))]
+    pairs += [(what.capitalize(), clean(name)) for what, name in window_limits(advice.window)]
+    body.append(facts(pairs))
+    if advice.reasons:
+        body.append(html.Ul([html.Li(prose(text)) for text in advice.reasons], className="reasons"))
+    return panel("Recommendation", html.Div(body))
+
+
+def first_scaler(meta: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Settings of the run's first enabled scaler; empty without one."""
+    scalers = [item for item in meta.get("scalers") or [] if isinstance(item, dict) and item.get("enabled", True)]
+    return scalers[0] if scalers else {}
+
+
+def device(meta: Mapping[str, Any]) -> str:
+    """Where the run's FP16 autocast ran; torch's own default if that is not known."""
+    for item in meta.get("autocast") or []:
+        if isinstance(item, dict) and item.get("device") in ("cuda", "cpu", "xpu", "mps"):
+            return str(item["device"])
+    return "cuda"
+
+
+def _settings(advice: Recommendation) -> dict[str, float]:
+    rows = {
+        "init_scale": advice.init_scale,
+        "growth_interval": advice.growth_interval,
+        "growth_factor": advice.growth_factor,
+        "backoff_factor": advice.backoff_factor,
+    }
+    return {**rows, "min_scale": advice.min_scale} if advice.min_scale > NO_FLOOR else rows
+
+
+def _setting(name: str, value: Any) -> str:
+    if not isinstance(value, (int, float)):
+        return "none"
+    if name.endswith("scale"):
+        return format_scale(float(value))
+    return plural(int(value), "step") if name == "growth_interval" else format_number(float(value))
+
+
+def scaler_code(advice: Recommendation, on: str) -> str:
+    """The recommended settings as the line of Python that makes the scaler."""
+    return (
+        f'scaler = torch.amp.GradScaler(\n    "{on}",\n    init_scale={_literal(advice.init_scale)},\n'
+        f"    growth_factor={advice.growth_factor!r},\n    backoff_factor={advice.backoff_factor!r},\n"
+        f"    growth_interval={advice.growth_interval},\n)"
+    )
+
+
+def _literal(scale: float) -> str:
+    power = format_scale(scale).split(" ")[0].removeprefix("2^")
+    return f"2.0**{power}" if power.lstrip("-").isdigit() else repr(scale)
+
+
+def _code(code: str) -> html.Div:
+    copy = dmc.CopyButton("Copy", value=code, copiedChildren="Copied", size="compact-xs", className="copy")
+    return html.Div([html.Pre(html.Code(code)), copy], className="code")
+
+
+def _before_after(what: str, now: str, then: str, rows: Sequence[tuple[str, str, str]]) -> html.Table:
+    head = html.Thead(html.Tr([html.Th(text, scope="col") for text in (what, now, then)]))
+    body = [
+        html.Tr([html.Th(name, scope="row"), html.Td(a), html.Td(b, className="" if a == b else "changed")])
+        for name, a, b in rows
+    ]
+    return html.Table([head, html.Tbody(body)], className="before-after")
+
+
+def legend(metric: str, target_db: float) -> html.Div:
+    """The heatmap's colours in words, for both themes; the style sheet shows one bar."""
+    table = METRIC_TABLE[metric]
+    if metric == "sqnr":
+        marks = [(FINE, f"{target_db:.0f} dB"), ((FINE + WORST) // 2, f"{target_db / 2:.0f} dB"), (WORST, "0 dB")]
+    else:
+        shares = ((0.0, "0 %"), (1e-4, "0.01 %"), (0.01, "1 %"), (1.0, "100 %"))
+        marks = [(int(share_codes(np.array([share]))[0]), text) for share, text in shares]
+    codes = np.arange(FINE + 1, WORST + 1, 4)
+    bars = []
+    for theme in ("light", "dark"):
+        colours = ", ".join(ramp_colour(theme, float(place)) for place in table.ramp(codes))
+        bars.append(html.Div(className=f"ramp {theme}", style={"background": f"linear-gradient(90deg, {colours})"}))
+    ticks = [
+        html.Span(text, style={"left": f"{100 * (code - FINE) / (WORST - FINE):.1f}%"}, className="tick")
+        for code, text in marks
+    ]
+    return html.Div(
+        [
+            html.Span([html.Span(className="swatch", style={"background": NOT_SAMPLED_COLOUR}), "not sampled"]),
+            html.Span([html.Span(className="swatch", style={"background": NO_VALUE_COLOUR}), table.no_value]),
+            html.Div([*bars, html.Div(ticks, className="ticks")], className="scale"),
+        ],
+        className="legend",
+    )
+
+
+def zone_swatch(zone: str) -> html.Span:
+    """A zone's colour and word, with what it means on hover."""
+    square = html.Span(className=f"swatch zone-{zone}", style={"background": ZONE_COLOURS[zone]})
+    return html.Span([square, ZONE_WORDS[zone]], title=ZONE_MEANINGS[zone])

@@ -1,0 +1,194 @@
+"""What all checks work on, computed once per run.
+
+Scales are absolute powers of two, 2^k with k in SCALES_LOG2. Each sample was recorded at some scale; moving its
+histogram to another is a shift. Noise at all scales is computed for at most MAX_STEPS sampled steps, spread evenly.
+
+Shape letters: R sample rows, K scales, T tensors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradaudit.analysis.history import ScaleHistory, scale_history
+from gradaudit.analysis.noise import Noise, own_noise, total_noise
+from gradaudit.analysis.zones import zone_counts
+from gradaudit.formats import FP16_DTYPES
+from gradaudit.store.reader import Run, Samples, Steps, TensorInfo, only
+
+GRADIENT_KINDS = ("output_grad", "op_grad", "param_grad")
+
+SCALES_LOG2 = np.arange(-30, 41)
+"""From a loss summed over a billion elements to Megatron's and DeepSpeed's largest start, with room on both sides."""
+
+TARGET_DB = 40.0
+"""1 % error in a gradient: below what batch noise does to it in any training we know of."""
+
+MAX_STEPS = 64
+"""Sampled steps at which noise is computed at every scale; more would not move a 10 % quantile."""
+
+QUANTILE = 0.1
+"""A layer's SQNR is what 90 % of the sampled steps reach: a single odd step decides nothing."""
+
+CANCELS_DB = 20.0
+"""A gradient that stays below this at the best scale is a difference of equals (a bias before a norm): all of it is
+rounding noise, at any scale and in FP32 as well, and so it says nothing about the scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class AtAllScales:
+    """Noise of the chosen rows at every scale.
+
+    `rows` index the samples, shape [R']; `own_db` and `total_db` have shape [R', K].
+    """
+
+    rows: np.ndarray
+    own_db: np.ndarray
+    total_db: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """A run and what follows from it without judging.
+
+    Attributes:
+        run: The run.
+        steps: Its step table.
+        tensors: Its tensors table.
+        samples: Gradient samples, sorted by (tensor, step).
+        outputs: Activation samples.
+        history: The loss scale per update; None without an enabled scaler.
+        scale_log2: log2 of the scale each sample carries, shape [R].
+        zones: Elements per zone at the scale in force, shape [R, 7].
+        applied: Whether a sample's step was applied and every gradient of it finite, shape [R].
+        own_db: SQNR of each sample's own rounding at the scale in force, shape [R]; NaN where there is none to tell.
+        sqnr_db: The same with inherited noise; NaN where nothing passed through FP16.
+        at_all_scales: Both at every scale, for some of the rows.
+        rounds: Whether a tensor rounds in FP16, shape [T].
+        touched: Whether FP16 rounding reached it, shape [T].
+        cancels: Whether it is a difference of equals, shape [T].
+    """
+
+    run: Run
+    steps: Steps
+    tensors: tuple[TensorInfo, ...]
+    samples: Samples
+    outputs: Samples
+    history: ScaleHistory | None
+    scale_log2: np.ndarray
+    zones: np.ndarray
+    applied: np.ndarray
+    own_db: np.ndarray
+    sqnr_db: np.ndarray
+    at_all_scales: AtAllScales
+    rounds: np.ndarray
+    touched: np.ndarray
+    cancels: np.ndarray
+
+    @property
+    def ran_fp16(self) -> bool:
+        """Whether any gradient was FP16."""
+        return any(t.dtype in FP16_DTYPES for t in self.tensors if t.kind in GRADIENT_KINDS)
+
+    def rows_of(self, tensor: int, *, applied_only: bool = True) -> np.ndarray:
+        """Sample rows of one tensor, in step order."""
+        start, stop = np.searchsorted(self.samples.tensor, [tensor, tensor + 1])
+        rows = np.arange(start, stop)
+        return rows[self.applied[start:stop]] if applied_only else rows
+
+    def layer_db(self, values: np.ndarray, tensor: int) -> float | None:
+        """The SQNR that 90 % of a tensor's applied sampled steps reach; None if it has none."""
+        rows = self.rows_of(tensor)
+        known = values[rows][~np.isnan(values[rows])]
+        return float(np.quantile(known, QUANTILE, method="lower")) if len(known) else None
+
+
+def analyse(run: Run) -> Analysis:
+    """Compute everything the checks, the replay and the pages share.
+
+    Args:
+        run: An open run; may still be written to.
+
+    Raises:
+        RunCorrupt: A table cannot be read.
+    """
+    steps = run.steps
+    tensors = run.tensors()
+    everything = run.samples()
+    known = everything.tensor < len(tensors) if len(everything) else np.zeros(0, dtype=bool)
+    everything = everything.select(known)  # a live run's table may lag behind its samples by a moment
+    samples = only(everything, tensors, GRADIENT_KINDS)
+    scale_log2 = np.where(samples.scaled, np.log2(np.maximum(samples.scale, np.finfo(np.float64).tiny)), 0.0)
+    applied = _applied(samples, steps)
+    here = np.zeros(1)
+    own = own_noise(samples, tensors, here)
+    total = total_noise(samples, tensors, own)
+    rounds = np.array([t.dtype in FP16_DTYPES and not t.exact for t in tensors], dtype=bool)
+    touched = _touched(tensors)
+    own_db = np.where(rounds[samples.tensor], own.sqnr_db()[:, 0], np.nan)
+    sqnr_db = np.where(touched[samples.tensor], total.sqnr_db()[:, 0], np.nan)
+    own_db[~applied] = np.nan
+    sqnr_db[~applied] = np.nan
+    at_all_scales = _at_all_scales(samples, tensors, scale_log2, applied)
+    zones = zone_counts(samples.counts, samples.num_zero, samples.num_nan, samples.num_inf, samples.amax)
+    return Analysis(
+        run=run,
+        steps=steps,
+        tensors=tensors,
+        samples=samples,
+        outputs=only(everything, tensors, ("output",)),
+        history=scale_history(run.meta, steps),
+        scale_log2=scale_log2,
+        zones=zones,
+        applied=applied,
+        own_db=own_db,
+        sqnr_db=sqnr_db,
+        at_all_scales=at_all_scales,
+        rounds=rounds,
+        touched=touched,
+        cancels=_cancels(at_all_scales, samples, len(tensors)),
+    )
+
+
+def _applied(samples: Samples, steps: Steps) -> np.ndarray:
+    bad = set(steps.step[steps.skipped.astype(bool)].tolist())
+    bad |= set(samples.step[(samples.num_nan > 0) | (samples.num_inf > 0)].tolist())
+    return ~np.isin(samples.step, np.fromiter(bad, dtype=np.int64, count=len(bad)))
+
+
+def _touched(tensors: tuple[TensorInfo, ...]) -> np.ndarray:
+    touched = np.array([t.dtype in FP16_DTYPES for t in tensors], dtype=bool)
+    for _ in range(len(tensors)):
+        grown = touched | np.array([any(touched[p] for p in t.parents if p < len(tensors)) for t in tensors], dtype=bool)
+        if (grown == touched).all():
+            break
+        touched = grown
+    return touched
+
+
+def _at_all_scales(
+    samples: Samples, tensors: tuple[TensorInfo, ...], scale_log2: np.ndarray, applied: np.ndarray
+) -> AtAllScales:
+    usable = np.unique(samples.step[applied])
+    chosen = usable[np.unique(np.linspace(0, len(usable) - 1, MAX_STEPS).round().astype(int))] if len(usable) else usable
+    rows = np.flatnonzero(applied & np.isin(samples.step, chosen))
+    subset = samples.select(rows)
+    own = Noise(np.full((len(rows), len(SCALES_LOG2)), np.nan), np.full((len(rows), len(SCALES_LOG2)), np.nan))
+    for level in np.unique(scale_log2[rows]):
+        at = np.flatnonzero(scale_log2[rows] == level)
+        part = own_noise(subset.select(at), tensors, np.round(SCALES_LOG2 - level))
+        own.ratio[at], own.shrinkage[at] = part.ratio, part.shrinkage
+    total = total_noise(subset, tensors, own)
+    return AtAllScales(rows, own.sqnr_db(), total.sqnr_db())
+
+
+def _cancels(levels: AtAllScales, samples: Samples, num_tensors: int) -> np.ndarray:
+    best_T = np.full(num_tensors, np.inf)
+    tensor_R = samples.tensor[levels.rows]
+    for t in np.unique(tensor_R):
+        best = levels.total_db[tensor_R == t].max(axis=1)
+        if not np.isnan(best).all():
+            best_T[t] = np.nanmedian(best)
+    return np.asarray(best_T < CANCELS_DB)
