@@ -161,6 +161,7 @@ def _clientside(app: Dash) -> None:
     )  # fmt: skip
     wire(
         "tip", Output(ids.TIMELINE_TIP, "show"), Output(ids.TIMELINE_TIP, "bbox"), Output(ids.TIMELINE_TIP, "children"),
+        Output(ids.TIMELINE_TIP, "direction"),
         Input(ids.TIMELINE, "hoverData"), State(ids.TIMELINE_DATA, "data"), prevent_initial_call=True,
     )  # fmt: skip
     wire(

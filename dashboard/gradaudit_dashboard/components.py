@@ -14,6 +14,7 @@ import numpy as np
 from dash import html
 
 from gradaudit.analysis.report import AuditReport, Finding, Place, Recommendation
+from gradaudit.cli.recommend import torch_lines
 from gradaudit.errors import GradauditError
 from gradaudit.reporters.palette import ZONE_COLOURS
 from gradaudit.reporters.rows import (
@@ -50,9 +51,6 @@ logger = logging.getLogger(__name__)
 MAX_PLACES = 6
 """A fault in one layer tends to show in all behind it; the rest is counted."""
 
-NO_FLOOR = 1.0
-"""GradScaler has no smallest scale; a recommended one at 1 or below is no news."""
-
 
 def panel(title: str, children: Any, *, className: str = "", **more: Any) -> html.Section:
     """A titled card."""
@@ -61,10 +59,8 @@ def panel(title: str, children: Any, *, className: str = "", **more: Any) -> htm
 
 def error_card(what: str, error: Exception) -> html.Div:
     """Stands in place of a panel that could not be made; the log has the trace, the other panels go on."""
-    expected = isinstance(error, GradauditError)
-    logger.log(
-        logging.WARNING if expected else logging.ERROR, "%s: %s", what, error, exc_info=None if expected else error
-    )
+    is_expected = isinstance(error, GradauditError)  # a sentence about a file, not a bug
+    logger.error("%s could not be shown: %s", what, error, exc_info=None if is_expected else error)
     return message_card(f"{what} could not be shown", reason(error), state="error")
 
 
@@ -187,24 +183,27 @@ def _checks(report: AuditReport) -> Any:
 
 
 def recommendation_card(report: AuditReport, meta: Mapping[str, Any]) -> html.Section:
-    """Settings now and recommended, their effect on this run, and the line to paste."""
+    """Settings now and recommended, their effect on this run, and the lines to paste.
+
+    Args:
+        report: The audit.
+        meta: run.json, for the device and the scaler's class.
+    """
     advice = report.recommendation
     if advice is None:
         text = "There is nothing to recommend: the run used no loss scale, or too little of it was recorded."
         return panel("Recommendation", message_card("No recommendation", text))
     verdict = "Change the scaler's settings." if advice.change_needed else "Keep the scaler's settings."
     if advice.precision != "fp16":
-        verdict = PRECISION_WORDS[advice.precision].capitalize() + "."
-    now, used = first_scaler(meta), advice.change_needed
-    rows = [
-        (name, _setting(name, now.get(name)), _setting(name, value) if used else _setting(name, now.get(name)))
-        for name, value in _settings(advice).items()
+        verdict = f"{PRECISION_WORDS[advice.precision]}."
+    lines = torch_lines(advice, meta)
+    body = [
+        html.P(html.Strong(verdict[:1].upper() + verdict[1:])),
+        _before_after("setting", "now", "recommended", _setting_rows(advice)),
+        _code("\n".join(lines)) if lines else None,
+        _before_after("effect on this run", "now", "predicted", effect_rows(advice)),
     ]
-    body = [html.P(html.Strong(verdict)), _before_after("setting", "now", "recommended", rows)]
-    if used:
-        body.append(_code(scaler_code(advice, device(meta))))
-    body.append(_before_after("effect on this run", "now", "predicted", effect_rows(advice)))
-    pairs: list[tuple[str, Any]] = [("Safe window of scales", window_words(advice.window))]
+    pairs: list[tuple[str, Any]] = [("Safe window", window_words(advice.window))]
     pairs += [(what.capitalize(), clean(name)) for what, name in window_limits(advice.window)]
     body.append(facts(pairs))
     if advice.reasons:
@@ -212,50 +211,24 @@ def recommendation_card(report: AuditReport, meta: Mapping[str, Any]) -> html.Se
     return panel("Recommendation", html.Div(body))
 
 
-def first_scaler(meta: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Settings of the run's first enabled scaler; empty without one."""
-    scalers = [item for item in meta.get("scalers") or [] if isinstance(item, dict) and item.get("enabled", True)]
-    return scalers[0] if scalers else {}
+def _setting_rows(advice: Recommendation) -> list[tuple[str, str, str]]:
+    """GradScaler's settings as (name, now, recommended)."""
+    now = advice.current_settings
+    names = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+    rows = []
+    for name in names:
+        current = getattr(now, name) if now is not None else None
+        advised = getattr(advice, name) if advice.change_needed or current is None else current
+        rows.append((name, _setting(name, current), _setting(name, advised)))
+    return rows
 
 
-def device(meta: Mapping[str, Any]) -> str:
-    """Where the run's FP16 autocast ran; torch's own default if that is not known."""
-    for item in meta.get("autocast") or []:
-        if isinstance(item, dict) and item.get("device") in ("cuda", "cpu", "xpu", "mps"):
-            return str(item["device"])
-    return "cuda"
-
-
-def _settings(advice: Recommendation) -> dict[str, float]:
-    rows = {
-        "init_scale": advice.init_scale,
-        "growth_interval": advice.growth_interval,
-        "growth_factor": advice.growth_factor,
-        "backoff_factor": advice.backoff_factor,
-    }
-    return {**rows, "min_scale": advice.min_scale} if advice.min_scale > NO_FLOOR else rows
-
-
-def _setting(name: str, value: Any) -> str:
-    if not isinstance(value, (int, float)):
+def _setting(name: str, value: float | None) -> str:
+    if value is None:
         return "none"
     if name.endswith("scale"):
-        return format_scale(float(value))
-    return plural(int(value), "step") if name == "growth_interval" else format_number(float(value))
-
-
-def scaler_code(advice: Recommendation, on: str) -> str:
-    """The recommended settings as the line of Python that makes the scaler."""
-    return (
-        f'scaler = torch.amp.GradScaler(\n    "{on}",\n    init_scale={_literal(advice.init_scale)},\n'
-        f"    growth_factor={advice.growth_factor!r},\n    backoff_factor={advice.backoff_factor!r},\n"
-        f"    growth_interval={advice.growth_interval},\n)"
-    )
-
-
-def _literal(scale: float) -> str:
-    power = format_scale(scale).split(" ")[0].removeprefix("2^")
-    return f"2.0**{power}" if power.lstrip("-").isdigit() else repr(scale)
+        return format_scale(value)
+    return plural(int(value), "step") if name == "growth_interval" else format_number(value)
 
 
 def _code(code: str) -> html.Div:

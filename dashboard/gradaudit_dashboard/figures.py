@@ -16,7 +16,7 @@ import numpy as np
 from gradaudit.analysis.zones import NEAR_MAX_BINADES
 from gradaudit.formats import FP16
 from gradaudit.reporters.palette import ZONE_COLOURS
-from gradaudit.reporters.words import format_scale, format_share
+from gradaudit.reporters.words import clean, format_scale, format_share
 from gradaudit_dashboard.exponents import Exponents
 from gradaudit_dashboard.heat import FINE, METRIC_TABLE, NO_VALUE, NOT_SAMPLED, WORST, Pooled
 
@@ -50,7 +50,7 @@ MAX_SKIP_MARKS = 2000
 
 MAX_LINE_POINTS = 4000
 MAX_LABEL = 30
-NARROW_LABEL = 15
+NARROW_LABEL = 17
 FRAME = {"showline": True, "mirror": True, "linecolor": "rgba(128,128,128,0.4)", "linewidth": 1}
 """A heatmap without anything bad is an empty box, and should look like one."""
 
@@ -96,6 +96,7 @@ def timeline(
         rows_key: Vertical zoom is kept as long as this stays the same: it names order and filter.
     """
     plot = _heat_height(heat)
+    shown = _row_labels(heat, names) if heat is not None else []
     height = SCALE_HEIGHT + (PANEL_GAP + plot if heat is not None else 0) + MARGIN["t"] + MARGIN["b"]
     inner = height - MARGIN["t"] - MARGIN["b"]
     split = plot / inner if heat is not None else 0.0
@@ -104,7 +105,7 @@ def timeline(
         "uirevision": run,
         "hovermode": "closest",
         "dragmode": "zoom",
-        "margin": {**MARGIN, "l": _label_margin(heat, names)},
+        "margin": {**MARGIN, "l": _label_margin(shown)},
         "xaxis": {
             "anchor": "y" if heat is not None else "y2", "title": {"text": "step", "standoff": 6}, "zeroline": False,
             "range": _step_range(scale_points, heat), "uirevision": run, "tickformat": ",~f", "showgrid": False,
@@ -118,7 +119,6 @@ def timeline(
     }  # fmt: skip
     data = [*_scale_traces(scale_points, skipped_steps)]
     if heat is not None:
-        shown = _row_labels(heat, names)
         data.append(_heat_trace(heat, shown, metric))
         layout["yaxis"] = {
             "domain": [0.0, split], "type": "category", "autorange": "reversed", "uirevision": rows_key,
@@ -241,7 +241,7 @@ def short(name: str, length: int) -> str:
         if not parts[index].isdigit():
             parts[index] = parts[index][:1]
     plain = ".".join(parts)
-    return escape(plain if len(plain) <= length else "..." + plain[-(length - 3) :])
+    return escape(plain if len(plain) <= length else "..." + plain[-(length - 3) :].lstrip("."))
 
 
 def thin_line(points: Sequence[tuple[int, float]], max_points: int = MAX_LINE_POINTS) -> list[tuple[int, float]]:
@@ -346,8 +346,8 @@ def _heat_height(heat: Pooled | None) -> int:
     return int(min(max(rows * 24, 72), 640)) if rows else 0
 
 
-def _label_margin(heat: Pooled | None, names: Sequence[str]) -> int:
-    longest = max((len(short(name, MAX_LABEL)) for name in names), default=0) if heat is not None else 0
+def _label_margin(labels: Sequence[str]) -> int:
+    longest = max((len(short(label, MAX_LABEL)) for label in labels), default=0)
     return min(max(52, 18 + 7 * longest), 220)
 
 
@@ -360,7 +360,11 @@ def _step_range(points: Sequence[tuple[int, float]], heat: Pooled | None) -> lis
 
 
 def _row_labels(heat: Pooled, names: Sequence[str]) -> list[str]:
-    return [escape(names[group[0]]) + (f" +{len(group) - 1}" if len(group) > 1 else "") for group in heat.groups]
+    labels = []
+    for group in heat.groups:
+        more = f" +{len(group) - 1}" if len(group) > 1 else ""
+        labels.append(escape(clean(names[group[0]])) + more)
+    return labels
 
 
 def _heat_trace(heat: Pooled, labels: list[str], metric: str) -> Figure:
@@ -392,6 +396,7 @@ def timeline_meta(heat: Pooled, names: Sequence[str], metric: str, target_db: fl
     return {
         "members": [[names[row] for row in group] for group in heat.groups],
         "columns": columns,
+        "edges": heat.edges.tolist(),
         "steps": list(zip(heat.first.tolist(), heat.last.tolist(), strict=True)),
         "levels": ["not sampled", table.no_value, *(table.text(c, target_db) for c in range(FINE, WORST + 1))],
         "ramps": {theme: colourscale(metric, theme) for theme in RAMPS},

@@ -199,8 +199,7 @@ def timeline_section() -> html.Section:
     body = [
         controls,
         html.Div(id=ids.LEGEND),
-        graph(ids.TIMELINE, "Loss scale and heatmap of layers over steps", className="timeline"),
-        dcc.Tooltip(id=ids.TIMELINE_TIP, direction="bottom", className="tip"),
+        graph(ids.TIMELINE, "Loss scale and heatmap of layers over steps", tip=True),
         html.Div(skeleton("chart"), id=ids.TIMELINE_NOTE),
         html.P("Click a cell to see that layer's exponents below. Drag to zoom, double-click to zoom out.",
                className="note pointer"),
@@ -249,11 +248,23 @@ def layer_section() -> html.Section:
     return panel("Exponents of one layer", html.Div(body), id=ids.LAYER)
 
 
-def graph(id: str, label: str, *, className: str = "") -> html.Div:
-    """A plotly figure with the one configuration every graph has; hidden until it is drawn."""
+def graph(id: str, label: str, *, tip: bool = False) -> html.Div:
+    """A plotly figure with the one configuration every graph has, and words at the pointer where asked for."""
     figure = {"data": [], "layout": {"paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)"}}
     plot = dcc.Graph(id=id, figure=figure, config=GRAPH_CONFIG, clear_on_unhover=True)
-    return html.Div(plot, className=f"graph {className}".strip(), role="group", **{"aria-label": label})
+    words = (
+        dcc.Tooltip(
+            id=ids.TIMELINE_TIP,
+            direction="bottom",
+            className="tip",
+            show=False,
+            background_color="var(--ga-card)",
+            border_color="var(--ga-line)",
+        )
+        if tip
+        else None
+    )
+    return html.Div([plot, words], className="graph", role="group", **{"aria-label": label})
 
 
 def _zone_colour(zone: str) -> dict[str, str]:

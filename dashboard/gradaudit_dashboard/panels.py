@@ -9,9 +9,9 @@ import numpy as np
 from dash import html
 
 from gradaudit.analysis.context import TARGET_DB
-from gradaudit.analysis.report import LayerRow, Place, Window
+from gradaudit.analysis.report import LayerRow, Place
 from gradaudit.formats import FP16_DTYPES
-from gradaudit.reporters.rows import window_words
+from gradaudit.reporters.rows import layer_window
 from gradaudit.reporters.words import clean, format_db, format_scale, plural
 from gradaudit.store import Samples, TensorInfo
 from gradaudit_dashboard import exponents, figures, heat
@@ -234,10 +234,14 @@ def _layer_facts(name: str, info: TensorInfo, row: LayerRow | None, shown: Sampl
         ("Shown", span),
     ]
     if row is not None:
-        pairs.append(("SQNR in 90 % of the samples", f"{format_db(row.sqnr_db)} at the scale in force"))
+        known = row.sqnr_db is not None
         pairs.append(
-            ("Scales that fit it", window_words(Window(row.window_low_log2, row.window_high_log2, None, None)))
+            (
+                "SQNR in 90 % of the samples",
+                f"{format_db(row.sqnr_db)} at the scale in force" if known else "none to judge",
+            )
         )
+        pairs.append(("Scales that fit it", layer_window(row) or "every scale this run shows"))
     return facts(pairs)
 
 

@@ -161,7 +161,9 @@ def _applied(samples: Samples, steps: Steps) -> np.ndarray:
 def _touched(tensors: tuple[TensorInfo, ...]) -> np.ndarray:
     touched = np.array([t.dtype in FP16_DTYPES for t in tensors], dtype=bool)
     for _ in range(len(tensors)):
-        grown = touched | np.array([any(touched[p] for p in t.parents if p < len(tensors)) for t in tensors], dtype=bool)
+        grown = touched | np.array(
+            [any(touched[p] for p in t.parents if p < len(tensors)) for t in tensors], dtype=bool
+        )
         if (grown == touched).all():
             break
         touched = grown
@@ -172,7 +174,9 @@ def _at_all_scales(
     samples: Samples, tensors: tuple[TensorInfo, ...], scale_log2: np.ndarray, applied: np.ndarray
 ) -> AtAllScales:
     usable = np.unique(samples.step[applied])
-    chosen = usable[np.unique(np.linspace(0, len(usable) - 1, MAX_STEPS).round().astype(int))] if len(usable) else usable
+    chosen = (
+        usable[np.unique(np.linspace(0, len(usable) - 1, MAX_STEPS).round().astype(int))] if len(usable) else usable
+    )
     rows = np.flatnonzero(applied & np.isin(samples.step, chosen))
     subset = samples.select(rows)
     own = Noise(np.full((len(rows), len(SCALES_LOG2)), np.nan), np.full((len(rows), len(SCALES_LOG2)), np.nan))

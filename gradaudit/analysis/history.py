@@ -122,7 +122,8 @@ def scale_history(meta: dict[str, Any], steps: Steps) -> ScaleHistory | None:
     forward_bad = np.zeros(num, dtype=bool)
     np.logical_or.at(forward_bad, inverse, (steps.loss_finite[mine] == 0) | (steps.input_finite[mine] == 0))
     amax = np.full(num, -np.inf)
-    np.maximum.at(amax, inverse, unscaled_amax_log2(steps)[mine])
+    with np.errstate(invalid="ignore"):
+        np.maximum.at(amax, inverse, unscaled_amax_log2(steps)[mine])
     scale = steps.scale[mine][first]
     return ScaleHistory(
         scaler=entry,
@@ -142,7 +143,8 @@ def _calibration_end(found: np.ndarray, scale: np.ndarray) -> int:
     last = -1
     for index in np.flatnonzero(found):
         grew = bool((np.diff(scale[: index + 1]) > 0).any())
-        if index - last > CALIBRATION_GAP + 1 or grew:
+        held = index + 1 < len(scale) and scale[index + 1] >= scale[index]
+        if index - last > CALIBRATION_GAP + 1 or grew or held:
             break
         last = int(index)
     return last + 1

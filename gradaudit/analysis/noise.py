@@ -13,7 +13,8 @@ not a loss.
 The noise of a tensor also enters every gradient computed from it. A matrix product passes independent noise on with the
 energy of the other factor, whatever the signal does: a weight gradient whose contributions agree across the batch is
 cleaner than the output gradient it comes from, one whose contributions cancel is noisier. The run records that factor
-(`noise_gain`) for layers' weights; sums over the batch have the factor 1; elsewhere noise is taken to travel as the signal does.
+(`noise_gain`) for layers' weights; sums over the batch have the factor 1; elsewhere noise is taken to travel as the
+signal does.
 What is named as the culprit is a tensor whose own ratio is bad.
 
 Sources: Widrow and Kollar, Quantization Noise, for the uniform rounding model; design section 5 for the rest.
@@ -23,6 +24,7 @@ Shape letters: R sample rows, E exponents, K scales.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -123,7 +125,7 @@ def total_noise(samples: Samples, tensors: Sequence[TensorInfo], own: Noise) -> 
     ratio_RK, shrinkage_RK = own.ratio.copy(), own.shrinkage.copy()
     signal_R = energy(samples.counts)
     bounds = np.searchsorted(samples.tensor, np.arange(len(tensors) + 1))
-    row_of = [dict(zip(samples.step[a:b].tolist(), range(a, b), strict=True)) for a, b in zip(bounds, bounds[1:])]
+    row_of = [dict(zip(samples.step[a:b].tolist(), range(a, b), strict=True)) for a, b in itertools.pairwise(bounds)]
     gain_of = {
         (tensors[samples.tensor[row]].fqn, int(samples.step[row])): float(samples.noise_gain[row])
         for row in np.flatnonzero(np.isfinite(samples.noise_gain))

@@ -128,6 +128,16 @@ class Outlook:
 
 
 @dataclass(frozen=True, slots=True)
+class Settings:
+    """A GradScaler's settings."""
+
+    init_scale: float
+    growth_interval: int
+    growth_factor: float
+    backoff_factor: float
+
+
+@dataclass(frozen=True, slots=True)
 class Recommendation:
     """Settings to use, with their predicted effect beside the current one's."""
 
@@ -142,6 +152,7 @@ class Recommendation:
     predicted: Outlook
     current: Outlook
     reasons: tuple[str, ...]
+    current_settings: Settings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,24 +206,25 @@ class AuditReport:
     def to_dict(self) -> dict[str, Any]:
         """The JSON form: plain types, non-finite floats as the strings "inf", "-inf" and "nan"."""
         body = asdict(self)
-        for finding, plain in zip(self.findings, body["findings"], strict=True):
-            plain["docs"] = finding.docs
-            plain["where"] = [
-                {key: value for key, value in place.items() if value is not None} for place in plain["where"]
-            ]
-            plain["evidence"] = [
-                {key: value for key, value in item.items() if value is not None} for item in plain["evidence"]
-            ]
-        plain_body = _plain({"format": REPORT_FORMAT, "version": REPORT_VERSION, **body})
+        for finding, row in zip(self.findings, body["findings"], strict=True):
+            row["docs"] = finding.docs
+            row["where"] = [_without_none(place) for place in row["where"]]
+            row["evidence"] = [_without_none(item) for item in row["evidence"]]
+        plain_body = plain({"format": REPORT_FORMAT, "version": REPORT_VERSION, **body})
         assert isinstance(plain_body, dict)
         return plain_body
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Nested data as JSON has it: lists for tuples, strings for non-finite floats."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
     return value
+
+
+def _without_none(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if value is not None}

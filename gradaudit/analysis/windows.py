@@ -10,10 +10,10 @@ from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, TARGET_DB, Analysi
 from gradaudit.analysis.history import unscaled_amax_log2
 from gradaudit.analysis.report import Window
 from gradaudit.formats import FP16
-from gradaudit.store.reader import NO_GRADIENT
+from gradaudit.store.reader import NO_GRADIENT, TensorInfo
 
 OVERFLOW_SHARE = 0.005
-"""A scale counts as safe if a tensor overflows in at most this share of steps: 1 in 200, about what growth costs anyway."""
+"""A scale is safe for a tensor that overflows in at most this share of steps: 1 in 200, about what growth costs."""
 
 EMPTY_SHARE = 0.5
 """No scale fits if none does in at least half of the sampled steps; less often, a dynamic scale can follow."""
@@ -34,11 +34,21 @@ class TensorWindow:
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """Windows of all FP16 tensors, of the run, and the share of sampled steps at which no scale fits."""
+    """Windows of all FP16 tensors, of the run, and the share of sampled steps at which no scale fits.
+
+    `lowest` and `highest` are the tensors that limit the run's window from below and from above.
+    """
 
     tensors: dict[int, TensorWindow]
     run: Window
+    lowest: TensorInfo | None
+    highest: TensorInfo | None
     empty_share: float
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no single scale fits, step by step and over the run."""
+        return self.empty_share >= EMPTY_SHARE and self.run.is_empty
 
 
 def low_edges(analysis: Analysis) -> np.ndarray:
@@ -119,9 +129,11 @@ def windows(analysis: Analysis) -> Windows:
         run=Window(
             low_log2=low.low_log2 if low else None,
             high_log2=high.high_log2 if high else None,
-            limited_low_by=tensors[low.tensor].label if low else None,
-            limited_high_by=tensors[high.tensor].label if high else None,
+            limited_low_by=tensors[low.tensor].fqn if low else None,
+            limited_high_by=tensors[high.tensor].fqn if high else None,
         ),
+        lowest=tensors[low.tensor] if low else None,
+        highest=tensors[high.tensor] if high else None,
         empty_share=_empty_share(samples.step[levels.rows], low_R, high_R[levels.rows]),
     )
 
@@ -168,7 +180,9 @@ def _forward_bad_steps(analysis: Analysis) -> np.ndarray:
 
 
 def limit_log2(analysis: Analysis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """log2 of the unscaled magnitude that decides about overflow at each step: (expected, lowest, highest), [steps] each.
+    """log2 of the unscaled magnitude that decides about overflow at each step.
+
+    Returns (expected, lowest, highest), shape [steps] each.
 
     At sampled steps it is measured: the maximum over every FP16 gradient of the graph. Between them the parameters'
     maximum, known at every step, is multiplied by the ratio of the two at the neighbouring samples; the bounds are the

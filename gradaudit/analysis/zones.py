@@ -67,7 +67,7 @@ def zone_counts(
 def zone_fractions(counts_NZ: np.ndarray) -> np.ndarray:
     """Zone counts as shares of all elements, shape [n, 7]; all zero for tensors without elements."""
     total_N = counts_NZ.sum(axis=1, keepdims=True)
-    return np.divide(counts_NZ, total_N, out=np.zeros(counts_NZ.shape), where=total_N > 0)
+    return np.asarray(np.divide(counts_NZ, total_N, out=np.zeros(counts_NZ.shape), where=total_N > 0))
 
 
 def headroom_log2(amax: np.ndarray, fmt: NumberFormat = FP16) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import platform
 import sys
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import gradaudit
+from gradaudit.capture.apply import ScalerSettings, apply_to_new_scalers
 from gradaudit.capture.auditor import Auditor
 from gradaudit.capture.callsite import shorten
 from gradaudit.capture.patches import install
@@ -22,13 +22,12 @@ from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.errors import CaptureError
 from gradaudit.schema import RUN_FORMAT, SCHEMA_VERSION
+from gradaudit.store.folders import default_folder
 from gradaudit.store.host import host_id
 from gradaudit.store.writer import RunWriter
 
 if TYPE_CHECKING:
     from gradaudit.analysis.report import AuditReport
-
-DEFAULT_FOLDER = "gradaudit-runs"
 
 _attached: list[Audit] = []
 """The one recording of this process: torch's hooks are global, so there is never a second."""
@@ -40,7 +39,15 @@ class Audit:
     `path` is the run folder.
     """
 
-    def __init__(self, path: Path, settings: CaptureSettings, *, argv: Sequence[str], force: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: CaptureSettings,
+        *,
+        argv: Sequence[str],
+        force: bool,
+        apply: ScalerSettings | None = None,
+    ) -> None:
         if _attached:
             raise CaptureError(f"gradaudit already records to {_attached[0].path}; close that recording first.")
         self.path = path
@@ -61,6 +68,7 @@ class Audit:
             "rank": rank,
             "world_size": int(os.environ.get("WORLD_SIZE", "1")),
             "settings": settings.to_dict(),
+            "applied": _describe_settings(apply),
             "ended": None,
             "exception": None,
         }
@@ -69,6 +77,7 @@ class Audit:
         self._recorder = Recorder(self._writer, self._describe)
         self._auditor.start(self._recorder)
         try:
+            self._unapply = apply_to_new_scalers(apply) if apply is not None else None
             self._uninstall = install(self._auditor)
         except BaseException:
             self._recorder.close()
@@ -99,6 +108,8 @@ class Audit:
             return
         _attached.remove(self)
         self._uninstall()
+        if self._unapply is not None:
+            self._unapply()
         self._auditor.close_open_steps()
         self._auditor.off = True
         self._ended = "ok"
@@ -180,17 +191,11 @@ def attach(
     return audit
 
 
-def default_folder(script: str) -> Path:
-    """gradaudit-runs/<script>-<date>-<time>, below the working directory.
-
-    Raises:
-        CaptureError: Several ranks would each make up a name of their own.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise CaptureError("With several ranks the run folder has to be given: pass --out DIR.")
-    stem = Path(script).stem or "session"
-    now = datetime.datetime.now()
-    return Path(DEFAULT_FOLDER) / f"{stem}-{now:%Y%m%d-%H%M%S}"
+def _describe_settings(settings: ScalerSettings | None) -> dict[str, float] | None:
+    if settings is None:
+        return None
+    names = ("init_scale", "growth_interval", "growth_factor", "backoff_factor")
+    return {name: getattr(settings, name) for name in names}
 
 
 def _is_clean_exit(error: BaseException) -> bool:

@@ -52,22 +52,30 @@ def floating_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
 
 def mean(tensor: torch.Tensor) -> torch.Tensor:
     """Mean value, of magnitudes if complex, in float64."""
-    return tensor.detach().double().mean() if not tensor.is_complex() else tensor.detach().abs().double().mean()
+    values, num_zeros = dense_values(tensor)
+    return (_magnitudes(values) if values.is_complex() else values).double().sum() / (values.numel() + num_zeros)
 
 
 def mean_square(tensor: torch.Tensor) -> torch.Tensor:
     """Mean of squared magnitudes, in float32."""
-    with torch.no_grad():
-        flat = tensor.detach().reshape(-1)
-        return (flat.abs() if flat.is_complex() else flat).float().square().mean()
+    values, num_zeros = dense_values(tensor)
+    return _magnitudes(values).float().square().sum() / (values.numel() + num_zeros)
+
+
+def _magnitudes(values: torch.Tensor) -> torch.Tensor:
+    """Values in a dtype that reductions know and in which no magnitude overflows; signs are kept unless complex."""
+    if values.is_complex():
+        return values.to(torch.complex128 if values.dtype is torch.complex128 else torch.complex64).abs()
+    return values.float() if values.element_size() == 1 else values
 
 
 def layer_weight(module: torch.nn.Module) -> tuple[torch.nn.Parameter | None, int]:
     """The matrix that a module multiplies its first input with, and how many inputs go into one output."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, torch.nn.Parameter):
-        weight = getattr(module, "in_proj_weight", None)
-    if not isinstance(weight, torch.nn.Parameter) or weight.dim() < 2 or weight.numel() == 0:
+    # not by attribute: a parametrized weight is computed when it is looked at, and may change with every look
+    weight = module._parameters.get("weight")
+    if weight is None:
+        weight = module._parameters.get("in_proj_weight")
+    if weight is None or weight.dim() < 2 or weight.numel() == 0:
         return None, 0
     num_outputs = getattr(module, "out_channels", weight.shape[0])
     return weight, weight.numel() // max(int(num_outputs), 1)
@@ -81,7 +89,7 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 def largest_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     flat = []
     for tensor in tensors:
-        values, _ = dense_values(tensor)
+        values = _magnitudes(dense_values(tensor)[0])
         flat.append(values if values.numel() else values.new_zeros(1))
     if not flat:
         return []

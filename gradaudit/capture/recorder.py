@@ -39,7 +39,7 @@ class HostCopy:
             self._host = tensor
         else:
             pinned = tensor.device.type == "cuda"
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
             self._host.copy_(tensor, non_blocking=pinned)
             if pinned:
                 self._event = torch.cuda.Event()

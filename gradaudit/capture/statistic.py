@@ -104,6 +104,8 @@ def dense_values(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     x = x.detach()
     if hasattr(x, "to_local"):
         x = x.to_local()
+    if x.is_nested:
+        x = x.values()
     if x.layout is torch.sparse_coo:
         values = x._values() if x.is_coalesced() else _sum_duplicates(x)
         return values.reshape(-1), x.numel() - values.numel()

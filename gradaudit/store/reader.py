@@ -58,6 +58,15 @@ class TensorInfo:
         """Name unique enough to show: the fqn, and the operation where a module has several."""
         return f"{self.fqn} [{self.op}]" if self.op and self.kind == "op_grad" else self.fqn
 
+    @property
+    def described(self) -> str:
+        """The tensor in a sentence: "3 (ReLU)", "Softmax in blocks.0.attn", "head.weight"."""
+        if self.kind == "output_grad" and self.module and self.module != self.fqn:
+            return f"{self.fqn} ({self.module})"
+        if self.kind == "op_grad" and self.op != "ToCopy":
+            return f"{self.op} in {self.fqn}"
+        return self.fqn
+
 
 @dataclass(frozen=True, slots=True)
 class Steps:

@@ -133,7 +133,7 @@
     const layout = { ...data.figure.layout };
     layout.shapes = outline(meta, pinned, layer ? layer.meta.name : null);
     if (narrow) {
-      layout.margin = { ...layout.margin, l: meta ? 104 : 44, r: 8 };
+      layout.margin = { ...layout.margin, l: meta ? 116 : 44, r: 8 };
       layout.dragmode = false; // a finger drags the page
       layout.xaxis = { ...layout.xaxis, nticks: 4 };
       if (meta) {
@@ -146,24 +146,36 @@
     return [{ data: traces, layout: layout }, { display: "block", height: layout.height + "px" }];
   }
 
+  // dcc.Graph hands over a cell's label and centre, not its row and column
+  function cellOf(event, data) {
+    const point = event && event.points && event.points[0];
+    if (!point || !data || !data.meta || point.z === undefined) {
+      return null;
+    }
+    const row = data.figure.data.find((trace) => trace.type === "heatmap").y.indexOf(point.y);
+    const column = data.meta.edges.findIndex((edge) => edge > point.x) - 1;
+    return row >= 0 && column >= 0 ? { point: point, row: row, column: column } : null;
+  }
+
   function line(text, className) {
     return { namespace: "dash_html_components", type: "Div", props: { children: text, className: className } };
   }
 
   function tip(hover, data) {
-    const point = hover && hover.points && hover.points[0];
-    if (!point || !data || !data.meta || !Array.isArray(point.pointNumber)) {
-      return [false, NO(), NO()];
+    const cell = cellOf(hover, data);
+    if (cell === null) {
+      return [false, NO(), NO(), NO()];
     }
-    const [row, column] = point.pointNumber;
-    const names = data.meta.members[row];
+    const names = data.meta.members[cell.row];
     const more = names.length > 1 ? " and " + (names.length - 1) + " more, worst of them" : "";
     const words = [
       line(names[0] + more, "tip-name"),
-      line(data.meta.levels[point.z], "tip-value"),
-      line(data.meta.columns[column], "tip-where"),
+      line(data.meta.levels[cell.point.z], "tip-value"),
+      line(data.meta.columns[cell.column], "tip-where"),
     ];
-    return [true, point.bbox, words];
+    const box = cell.point.bbox;
+    const place = box.x1 / document.getElementById("timeline").clientWidth;
+    return [true, box, words, place > 0.66 ? "left" : place < 0.34 ? "right" : "bottom"];
   }
 
   function bandOf(bands, exponent) {
@@ -287,11 +299,10 @@
     const changed = triggered();
     const meta = histogram && histogram.meta;
     if (changed.includes("timeline.clickData")) {
-      const point = click && click.points && click.points[0];
-      if (point && timeline && timeline.meta && Array.isArray(point.pointNumber)) {
-        const [row, column] = point.pointNumber;
-        const [first, last] = timeline.meta.steps[column];
-        pin({ layer: timeline.meta.members[row][0], from: first, to: last });
+      const cell = cellOf(click, timeline);
+      if (cell !== null) {
+        const [first, last] = timeline.meta.steps[cell.column];
+        pin({ layer: timeline.meta.members[cell.row][0], from: first, to: last });
       }
     } else if (changed.includes("layer-select.value")) {
       if (layer && meta && layer !== meta.name) {

@@ -1,0 +1,52 @@
+"""What a check gets and what it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from gradaudit.analysis.context import Analysis
+from gradaudit.analysis.report import Finding, Place
+from gradaudit.analysis.windows import Windows
+from gradaudit.store.reader import TensorInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Everything known of a run: its analysis and safe windows."""
+
+    analysis: Analysis
+    windows: Windows
+
+
+@dataclass(frozen=True, slots=True)
+class Skipped:
+    """A check that has nothing to look at, and why."""
+
+    reason: str
+
+
+Outcome = Sequence[Finding] | Skipped
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One id and the function that looks for it."""
+
+    id: str
+    look: Callable[[Facts], Outcome]
+
+
+def power(scale: float) -> str:
+    """A scale as people write it: 2^16, or the number itself."""
+    if scale > 0 and math.log2(scale).is_integer():
+        return f"2^{int(math.log2(scale))}"
+    return f"{scale:.6g}"
+
+
+def place_of(info: TensorInfo) -> Place:
+    """A tensor as a place: parameter, module or operation."""
+    if info.kind == "param_grad" or info.fqn.rpartition(".")[2] in ("weight", "bias"):
+        return Place("param", info.fqn)
+    return Place("module" if info.kind == "output_grad" else "op", info.label)

@@ -1,0 +1,411 @@
+"""Gradient zones: what flushes, what overflows, what never arrives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, place_of, power
+from gradaudit.analysis.checks.scale_course import scale_course
+from gradaudit.analysis.context import TARGET_DB, Analysis
+from gradaudit.analysis.report import Evidence, Finding, Place
+from gradaudit.analysis.windows import EMPTY_SHARE, LIMIT_LOG2, born_here
+from gradaudit.formats import FP16
+from gradaudit.store.reader import NO_GRADIENT
+
+LOST_SHARE = 0.9
+"""A layer is lost if it is all zero in nine of ten sampled steps."""
+
+FLUSHED_ZERO_SHARE = 0.01
+"""Zeros beyond those of a larger scale, as a share of elements, that must have been flushed."""
+
+HEADROOM_LOG2 = 2
+"""Binades of headroom at which one doubling of the scale and one of the gradient overflow."""
+
+RISE_LOG2 = 1.0
+"""Growth over the run, in binades, between the medians of its first and last quarter."""
+
+MIN_TREND_SAMPLES = 8
+"""Below eight samples a quarter of them is no basis for a trend."""
+
+MIN_SILENT_STEPS = 5
+"""A layer may start without a gradient (an adapter's first step); after five it is no start any more."""
+
+NUM_NAMED = 5
+"""Places named in a finding; the layers table has them all."""
+
+
+def _underflow(facts: Facts) -> Outcome:
+    analysis = facts.analysis
+    if not analysis.ran_fp16:
+        return Skipped("nothing ran in FP16")
+    if not analysis.applied.any():
+        return Skipped("no sampled step was applied with finite gradients")
+    low, lost, flushed = [], [], []
+    for t in np.flatnonzero(analysis.rounds & ~analysis.cancels).tolist():
+        own = analysis.layer_db(analysis.own_db, t)
+        if own is not None and own < TARGET_DB:
+            low.append((own, t))
+        elif _is_lost(analysis, t):
+            lost.append(t)
+        elif own is not None and _zeros_were_flushed(analysis, t):
+            flushed.append((own, t))
+    if not low and not lost and not flushed:
+        return []
+    low.sort()
+    named = [t for _, t in low[:NUM_NAMED]] + lost[: NUM_NAMED if not low else 2] + [t for _, t in flushed[:2]]
+    scales = 2.0 ** analysis.scale_log2[analysis.applied]
+    scale = float(np.median(scales))
+    needed = max((w.low_log2 for w in facts.windows.tensors.values() if w.low_log2 is not None), default=None)
+    worst = low[0][0] if low else None
+    steps = analysis.samples.step[analysis.applied]
+    tensors = analysis.tensors
+    parts = []
+    if low:
+        parts.append(
+            f"at the scale in force (median {power(scale)}) {len(low)} FP16 gradient(s) keep less than "
+            f"{TARGET_DB:g} dB; "
+            f"the worst is {tensors[low[0][1]].described} with {worst:.1f} dB"
+        )
+    if lost:
+        parts.append(f"{len(lost)} are flushed to zero entirely, first {tensors[lost[0]].described}")
+    if flushed and not low and not lost:
+        parts.append(f"{tensors[flushed[0][1]].described} has zeros that a larger scale turns into values")
+    enough = f"2^{needed} would do" if needed is not None else "a larger scale is needed"
+    evidence = [Evidence("num_tensors_below_target", len(low) + len(lost) + len(flushed), "FP16 gradients")]
+    if worst is not None:
+        evidence.insert(0, Evidence("sqnr_db", round(worst, 2), "dB", TARGET_DB))
+    evidence.append(Evidence("scale", scale, "", 2.0**needed if needed is not None else None))
+    return [
+        Finding(
+            id="gradient-underflow",
+            severity="error" if lost else "warning",
+            confidence="high" if low else "medium",
+            title="Gradients are too small for FP16 at this loss scale",
+            summary=f"{'; '.join(parts)[:1].upper()}{'; '.join(parts)[1:]}. {enough[:1].upper()}{enough[1:]}.",
+            scale_can_fix="yes",
+            where=tuple(place_of(tensors[t]) for t in named),
+            steps=(int(steps.min()), int(steps.max())),
+            evidence=tuple(evidence),
+            remedy=_underflow_remedy(facts, needed),
+        )
+    ]
+
+
+def _underflow_remedy(facts: Facts, needed: int | None) -> str:
+    high = facts.windows.run.high_log2
+    if facts.analysis.history is None:
+        start = f" with init_scale=2.0**{needed}" if needed is not None else ""
+        return f"Use torch.amp.GradScaler{start}: scale the loss, unscale before clipping, step and update through it."
+    if needed is not None and high is not None and needed > high:
+        return "A scale that large overflows elsewhere: see scale-window-empty."
+    return "Raise init_scale to the recommended one, and let it grow back sooner (a shorter growth_interval)."
+
+
+def _is_lost(analysis: Analysis, tensor: int) -> bool:
+    """All zero although what it is computed from is not, and lies where products vanish: it was flushed."""
+    samples = analysis.samples
+    rows = analysis.rows_of(tensor)
+    if not len(rows) or (samples.num_zero[rows] == samples.numel[rows]).mean() < LOST_SHARE:
+        return False
+    parents = [p for p in analysis.tensors[tensor].parents if p < len(analysis.tensors)]
+    parent_rows = [r for p in parents for r in analysis.rows_of(p).tolist()]
+    amax = samples.amax[parent_rows] if parent_rows else np.zeros(0)
+    alive = amax[amax > 0]
+    return len(alive) > 0 and float(np.median(alive)) < 2.0**FP16.min_normal_log2
+
+
+def _zeros_were_flushed(analysis: Analysis, tensor: int) -> bool:
+    """Zeros that vanish at a larger scale of the same run, if they could hide enough energy to matter."""
+    samples = analysis.samples
+    rows = analysis.rows_of(tensor)
+    zero_frac = samples.num_zero[rows] / np.maximum(samples.numel[rows], 1)
+    scale = analysis.scale_log2[rows]
+    if not len(rows) or np.ptp(scale) == 0:
+        return False
+    below, above = zero_frac[scale == scale.min()], zero_frac[scale == scale.max()]
+    if float(np.median(below) - np.median(above)) < FLUSHED_ZERO_SHARE:
+        return False
+    at = rows[scale == scale.min()]
+    hidden = samples.num_zero[at] * 2.0 ** (2 * FP16.flush_log2)
+    exponents = np.arange(samples.counts.shape[1]) + float(np.log2(1.5)) - 64.0
+    signal = samples.counts[at] @ np.exp2(2 * exponents)
+    return bool(np.median(hidden / np.maximum(signal, 1e-300)) > 10 ** (-TARGET_DB / 10))
+
+
+def _overflow(facts: Facts) -> Outcome:
+    analysis = facts.analysis
+    if not analysis.ran_fp16:
+        return Skipped("nothing ran in FP16")
+    steps = analysis.steps
+    nonfinite = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool) | (steps.found_inf == 1)
+    backward = nonfinite & (steps.loss_finite != 0) & (steps.input_finite != 0)
+    if not backward.any():
+        return []
+    course = scale_course(facts)
+    if course is not None and course.id in ("scale-collapse", "scale-zero", "scale-hunting", "scale-calibration"):
+        return []
+    history = analysis.history
+    if history is not None:
+        late = set(history.step[history.late()].tolist())
+        backward &= np.isin(steps.step, list(late)) | np.isin(steps.update, history.late())
+        if course is None and np.ptp(history.scale) > 0:
+            return []  # a drop or two that the scaler dealt with
+    if not backward.any():
+        return []
+    return [_overflow_finding(facts, steps.step[backward], steps.scale[backward])]
+
+
+def _overflow_finding(facts: Facts, bad_steps: np.ndarray, scales: np.ndarray) -> Finding:
+    analysis = facts.analysis
+    samples = analysis.samples
+    born = np.flatnonzero(born_here(analysis) & np.isin(samples.step, bad_steps) & (samples.num_inf > 0))
+    first = [analysis.tensors[samples.tensor[r]] for r in born[np.lexsort((samples.order[born], samples.step[born]))]]
+    named = list(dict.fromkeys(first))[:NUM_NAMED]
+    if not named:
+        ids = [int(i) for step in analysis.steps.nonfinite for i in step]
+        named = [analysis.tensors[i] for i in dict.fromkeys(ids) if i < len(analysis.tensors)][:NUM_NAMED]
+    high = facts.windows.run.high_log2
+    lowest = float(scales.min())
+    if high is not None and lowest > 0:
+        high = min(high, math.ceil(math.log2(lowest)) - 1)
+    safe = f"the largest safe scale is 2^{high}" if high is not None else f"anything from {power(lowest)} up overflows"
+    without_scaler = analysis.history is None
+    evidence = [
+        Evidence("num_overflows", len(bad_steps), f"of {len(analysis.steps)} steps"),
+        Evidence("scale", lowest, "", 2.0**high if high is not None else None),
+    ]
+    return Finding(
+        id="gradient-overflow",
+        severity="warning",
+        confidence="high" if len(born) else "medium",
+        title="Gradients overflow in the backward pass at this loss scale",
+        summary=(
+            f"The forward was finite in {len(bad_steps)} step(s) whose gradients were not; "
+            f"{f'first in {named[0].described}; ' if named else ''}{safe}."
+        ),
+        scale_can_fix="yes",
+        where=tuple(place_of(info) for info in named),
+        steps=(int(bad_steps.min()), int(bad_steps.max())),
+        evidence=tuple(evidence),
+        remedy=(
+            "Let torch.amp.GradScaler find the scale and skip such steps: without it the optimizer has stepped on inf."
+            if without_scaler
+            else "Use the recommended init_scale and let the scaler back off: no fixed scale, no floor above the window."
+        ),
+    )
+
+
+def _headroom(facts: Facts) -> Outcome:
+    analysis = facts.analysis
+    if not analysis.ran_fp16:
+        return Skipped("nothing ran in FP16")
+    samples = analysis.samples
+    rising = []
+    for t in np.flatnonzero(analysis.rounds).tolist():
+        rows = analysis.rows_of(t)
+        rows = rows[samples.amax[rows] > 0]
+        if len(rows) < MIN_TREND_SAMPLES:
+            continue
+        unscaled = np.log2(samples.amax[rows]) - analysis.scale_log2[rows]
+        quarter = len(rows) // 4
+        rise = float(np.median(unscaled[-quarter:]) - np.median(unscaled[:quarter]))
+        headroom = LIMIT_LOG2 - float(np.median(np.log2(samples.amax[rows[-quarter:]])))
+        if rise >= RISE_LOG2 and headroom <= HEADROOM_LOG2:
+            rising.append((headroom, rise, t))
+    if not rising:
+        return []
+    headroom, rise, t = min(rising)
+    low, high = facts.windows.run.low_log2, facts.windows.run.high_log2
+    runs_out = low is not None and high is not None and high - rise < low <= high
+    info = analysis.tensors[t]
+    return [
+        Finding(
+            id="gradient-headroom-low",
+            severity="warning" if runs_out else "info",
+            confidence="medium",
+            title="A gradient is near FP16's maximum and growing",
+            summary=(
+                f"{info.described} has {headroom:.1f} binades left below 65,504 at the scale in force, and its "
+                "unscaled "
+                f"magnitude grew by {rise:.1f} binades over the run."
+                + (" Another run's length of it and no scale fits any more." if runs_out else "")
+            ),
+            scale_can_fix="yes",
+            where=(place_of(info),),
+            steps=(int(samples.step.min()), int(samples.step.max())),
+            evidence=(
+                Evidence("headroom_log2", round(headroom, 2), "binades", float(HEADROOM_LOG2)),
+                Evidence("growth_log2", round(rise, 2), "binades over the run", RISE_LOG2),
+            ),
+            remedy=(
+                "A dynamic scale follows; a fixed one needs lowering. If it keeps growing, clip after "
+                "unscale_ or lower the rate."
+            ),
+        )
+    ]
+
+
+def _window_empty(facts: Facts) -> Outcome:
+    analysis, window = facts.analysis, facts.windows.run
+    if not analysis.ran_fp16:
+        return Skipped("nothing ran in FP16")
+    low, high = facts.windows.lowest, facts.windows.highest
+    if not facts.windows.is_empty or low is None or high is None:
+        return []
+    assert window.low_log2 is not None
+    assert window.high_log2 is not None
+    steps = analysis.samples.step
+    return [
+        Finding(
+            id="scale-window-empty",
+            severity="error",
+            confidence="high",
+            title="No single loss scale fits this model",
+            summary=(
+                f"{low.described} needs at least 2^{window.low_log2}, {high.described} overflows above "
+                f"2^{window.high_log2}: {window.low_log2 - window.high_log2} binades are missing, in "
+                f"{facts.windows.empty_share:.0%} of the sampled steps."
+            ),
+            scale_can_fix="no",
+            where=(place_of(low), place_of(high)),
+            steps=(int(steps.min()), int(steps.max())),
+            evidence=(
+                Evidence("window_low_log2", window.low_log2, "exponent of 2"),
+                Evidence("window_high_log2", window.high_log2, "exponent of 2"),
+                Evidence("empty_frac", facts.windows.empty_share, "of sampled steps", EMPTY_SHARE),
+            ),
+            remedy=(
+                "Take one of the two out of FP16: leave autocast around it (torch.autocast(..., enabled=False) "
+                "and .float() "
+                "inputs), or train in BF16. Two losses of very different size can be weighted to meet, or scaled apart."
+            ),
+        )
+    ]
+
+
+def _without_gradient(facts: Facts) -> Outcome:
+    analysis = facts.analysis
+    steps = analysis.steps
+    findings = []
+    silent: dict[str, list[str]] = {}
+    alive: set[str] = set()
+    num_steps = 0
+    for optimizer in analysis.run.meta.get("optimizers", []):
+        rows, amax = steps.param_matrix(optimizer["id"])
+        num_steps = max(num_steps, len(rows))
+        if len(rows) < MIN_SILENT_STEPS:
+            continue
+        for slot, tensor in enumerate(optimizer["params"][: amax.shape[1]]):
+            info = analysis.tensors[tensor] if tensor < len(analysis.tensors) else None
+            if info is None or not info.trainable or not math.prod(info.shape):
+                continue
+            layer = info.fqn.rpartition(".")[0] or info.fqn
+            column = amax[:, slot]
+            if ((column == 0) | (column == NO_GRADIENT)).all():
+                silent.setdefault(layer, []).append(info.fqn)
+            else:
+                alive.add(layer)
+    if num_steps < MIN_SILENT_STEPS:
+        return Skipped(f"fewer than {MIN_SILENT_STEPS} steps")
+    dead = {layer: names for layer, names in silent.items() if layer not in alive and not _flushed(facts, names)}
+    if dead:
+        count = sum(len(names) for names in dead.values())
+        findings.append(
+            Finding(
+                id="layer-without-gradient",
+                severity="warning",
+                confidence="high",
+                title="Layers that the optimizer owns never get a gradient",
+                summary=(
+                    f"{len(dead)} layer(s), first {next(iter(dead))}: all {count} trainable parameters had a "
+                    "gradient of exactly "
+                    f"zero, or none, in each of {num_steps} steps."
+                ),
+                scale_can_fix="no",
+                where=tuple(Place("module", layer) for layer in list(dead)[:NUM_NAMED]),
+                steps=(int(steps.step.min()), int(steps.step.max())),
+                evidence=(
+                    Evidence("num_parameters", count, "parameters"),
+                    Evidence("num_steps", num_steps, "steps", float(MIN_SILENT_STEPS)),
+                ),
+                remedy=(
+                    "Check that their output reaches the loss: a detach(), a no_grad block, an output that is "
+                    "not used, a "
+                    "branch multiplied by zero. If they are frozen on purpose, set requires_grad_(False)."
+                ),
+            )
+        )
+    return findings
+
+
+def _flushed(facts: Facts, params: Sequence[str]) -> bool:
+    """Whether these parameters' FP16 gradients, or what they come from, were flushed: then underflow is the finding."""
+    analysis = facts.analysis
+    for info in analysis.tensors:
+        if info.fqn in params and info.kind in ("param_grad", "op_grad"):
+            stack, seen = [info.id], set()
+            while stack:
+                t = stack.pop()
+                if t in seen or t >= len(analysis.tensors):
+                    continue
+                seen.add(t)
+                if analysis.rounds[t] and _is_lost(analysis, t):
+                    return True
+                stack += analysis.tensors[t].parents
+    return False
+
+
+def _missing_scaling(facts: Facts) -> Outcome:
+    analysis = facts.analysis
+    if not analysis.ran_fp16:
+        return Skipped("nothing ran in FP16")
+    if not len(analysis.steps) or (analysis.steps.scaler >= 0).any():
+        return []
+    scalers = analysis.run.meta.get("scalers", [])
+    disabled = any(not scaler.get("enabled", True) for scaler in scalers)
+    low = facts.windows.run.low_log2
+    harm = low is not None and low > 0
+    sites = [a for a in analysis.run.meta.get("autocast", []) if a.get("enabled") and a.get("dtype") == "float16"]
+    needs = (
+        f"{facts.windows.lowest.described} would need at least 2^{low}."
+        if harm and facts.windows.lowest is not None
+        else "On this run the gradients were large enough; the next one may not be so lucky."
+    )
+    return [
+        Finding(
+            id="missing-loss-scaling",
+            severity="warning",
+            confidence="high" if harm else "medium",
+            title="FP16 without loss scaling",
+            summary=(
+                f"{len(analysis.steps)} steps ran their backward in FP16 and "
+                f"{'the GradScaler is disabled' if disabled else 'no GradScaler was used'}. {needs}"
+            ),
+            scale_can_fix="yes",
+            where=tuple(Place("call_site", "autocast", a.get("file"), a.get("line")) for a in sites[:NUM_NAMED]),
+            steps=(int(analysis.steps.step.min()), int(analysis.steps.step.max())),
+            evidence=(
+                Evidence("num_steps", len(analysis.steps), "steps"),
+                Evidence("scale", 1.0, "", 2.0**low if harm and low is not None else None),
+            ),
+            remedy=(
+                "Create one torch.amp.GradScaler for the device you train on and send the loss, the step and the "
+                "update "
+                "through it, or train in BF16."
+                + (" GradScaler() without a device turns itself off on a machine without CUDA." if disabled else "")
+            ),
+        )
+    ]
+
+
+GRADIENT_ZONES: tuple[Check, ...] = (
+    Check("gradient-underflow", _underflow),
+    Check("gradient-overflow", _overflow),
+    Check("gradient-headroom-low", _headroom),
+    Check("scale-window-empty", _window_empty),
+    Check("layer-without-gradient", _without_gradient),
+    Check("missing-loss-scaling", _missing_scaling),
+)

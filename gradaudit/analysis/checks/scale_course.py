@@ -1,0 +1,363 @@
+"""The course of the loss scale: is what it does normal?
+
+One verdict at a time, the strongest that holds: zero over at-floor over collapse over decay over thrashing over hunting
+over calibration.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+
+from gradaudit.analysis.checks.base import Facts, power
+from gradaudit.analysis.context import Analysis
+from gradaudit.analysis.history import ScaleHistory
+from gradaudit.analysis.report import Confidence, Evidence, Finding, Place
+from gradaudit.analysis.windows import LIMIT_LOG2, born_here
+
+RECIPROCAL_OVERFLOWS = 2.0**-128
+"""At or below it the float32 reciprocal is inf: unscaling makes finite gradients non-finite after they were checked."""
+
+SLACK_LOG2 = 3
+"""An overflow is explained by finite gradients if they come within three binades of the limit: batches differ."""
+
+MIN_UNEXPLAINED = 5
+"""Halvings that finite gradients do not explain before we speak of a collapse: a single bad batch is not one."""
+
+NEVER_EXPLAINED_LOG2 = -10
+"""With no finite step to compare, an overflow at 2^-10 would take gradients above 6.7e7: nothing finite does that."""
+
+MIN_PINNED = 3
+"""Overflows in a row that leave the scale where it is."""
+
+FEW_OVERFLOWS = 3
+"""Overflows beyond what the interval implies that any run may have: an odd batch, a lucky climb."""
+
+DECAY_LOG2 = 3
+"""Binades of net loss, in at least three separate drops, that make a drift: one or two happen to any run."""
+
+
+def scale_course(facts: Facts) -> Finding | None:
+    """The one verdict on the scale's course."""
+    history = facts.analysis.history
+    if history is None or not len(history):
+        return None
+    for judge in (_zero, _at_floor, _collapse, _decay, _thrashing, _hunting, _calibration):
+        finding = judge(facts.analysis, history)
+        if finding is not None:
+            return finding
+    return None
+
+
+def _zero(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    gone = np.flatnonzero(history.scale <= RECIPROCAL_OVERFLOWS)
+    if not len(gone):
+        return None
+    first = int(gone[0])
+    return Finding(
+        id="scale-zero",
+        severity="error",
+        confidence="high",
+        title="The loss scale has fallen to nothing",
+        summary=(
+            f"At step {history.step[first]} the scale was {history.scale[first]:.3g}. Its float32 reciprocal is "
+            "inf: finite "
+            "gradients become inf or NaN when they are unscaled, after the check, and the optimizer steps on them."
+        ),
+        scale_can_fix="no",
+        where=(Place("step", str(history.step[first])),),
+        steps=(int(history.step[first]), int(history.step[-1])),
+        evidence=(
+            Evidence("scale", float(history.scale[gone].min()), "", RECIPROCAL_OVERFLOWS),
+            Evidence("num_overflows", int(history.found.sum()), "updates"),
+        ),
+        remedy=(
+            "Every step from here on may have ruined the weights: go back to a checkpoint from before the scale fell. "
+            "GradScaler has no floor, so stop when the scale drops below 1, and find what is non-finite at every scale."
+        ),
+    )
+
+
+def _at_floor(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    if len(history) < 2:
+        return None
+    pinned = history.found[:-1] & (np.diff(history.scale) == 0)
+    moved = np.flatnonzero(np.diff(history.scale) != 0)
+    floor = float(history.scale.min())
+    at_floor = pinned & (history.scale[:-1] == floor)
+    tail = history.found[-1] and history.scale[-1] == floor
+    if at_floor.sum() < MIN_PINNED or not (len(moved) or history.settings.init_scale > floor):
+        return None
+    where = np.flatnonzero(at_floor)
+    return Finding(
+        id="scale-at-floor",
+        severity="error",
+        confidence="high" if tail else "medium",
+        title="The loss scale is pinned at its floor and still overflows",
+        summary=(
+            f"{int(at_floor.sum())} overflows at {power(floor)} did not lower the scale further; every one of those "
+            "steps was skipped."
+        ),
+        scale_can_fix="no",
+        where=(Place("step", str(history.step[where[0]])),),
+        steps=(int(history.step[where[0]]), int(history.step[where[-1]])),
+        evidence=(
+            Evidence("scale", floor),
+            Evidence("num_overflows", int(at_floor.sum()), "updates at the floor", MIN_PINNED),
+        ),
+        remedy=(
+            "A lower floor only hides it. If the loss is finite, some tensor is larger than the floor allows: "
+            "lower the "
+            "floor to the safe window; if not, the forward overflows: keep that part in FP32 or train in BF16."
+        ),
+    )
+
+
+def unexplained(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
+    """Updates whose overflow no finite gradient near them explains, as a mask.
+
+    A non-finite loss explains none. Otherwise the largest finite gradient of the nearest clean updates, at the scale
+    in force, has to come within SLACK_LOG2 of the limit; every FP16 gradient counts, so far as it was sampled.
+    """
+    clean = ~history.found & np.isfinite(history.amax_log2)
+    if not clean.any():
+        return np.asarray(history.found & history.forward_bad)
+    index = np.arange(len(history))
+    near = np.interp(index, index[clean], history.amax_log2[clean]) + _graph_above_params(analysis)
+    with np.errstate(divide="ignore"):
+        reach = near + np.log2(history.scale)
+    return np.asarray(history.found & (history.forward_bad | (reach < LIMIT_LOG2 - SLACK_LOG2)))
+
+
+def _graph_above_params(analysis: Analysis) -> float:
+    """Binades by which the largest FP16 gradient of the graph exceeds the largest parameter gradient."""
+    samples, kinds = analysis.samples, np.array([t.kind == "param_grad" for t in analysis.tensors], dtype=bool)
+    if not len(samples):
+        return 0.0
+    usable = analysis.applied & (samples.amax > 0)
+    params = usable & kinds[samples.tensor]
+    graph = usable & analysis.rounds[samples.tensor]
+    if not params.any() or not graph.any():
+        return 0.0
+    with np.errstate(divide="ignore"):
+        amax = np.log2(samples.amax) - analysis.scale_log2
+    return max(0.0, float(amax[graph].max() - amax[params].max()))
+
+
+def _collapse(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    if not (history.found & ~history.forward_bad).any() and not history.forward_bad.any():
+        return None
+    if history.settings.backoff_factor >= 1:
+        return None
+    mask = unexplained(analysis, history)
+    never_clean = bool(history.found.all())
+    if never_clean:
+        below = history.scale[-1] < 2.0**NEVER_EXPLAINED_LOG2
+        if below or _nan_from_small(analysis):
+            mask = history.found
+    bad = np.flatnonzero(mask)
+    if len(bad) < MIN_UNEXPLAINED:
+        return None
+    before, after = float(history.scale[bad[0]]), float(history.scale[-1])
+    num_halvings = math.log2(before / after) if after > 0 else math.inf
+    if num_halvings < MIN_UNEXPLAINED - 1:
+        return None
+    forward = int((mask & history.forward_bad).sum())
+    cause = (
+        f"the loss itself was not finite in {forward} of them, so it is the forward that fails"
+        if forward
+        else "the finite gradients around them lie far below the limit, so something is NaN at every scale"
+    )
+    confidence: Confidence = "high" if forward or not never_clean else "medium"
+    return Finding(
+        id="scale-collapse",
+        severity="error",
+        confidence=confidence,
+        title="The loss scale collapses and no scale can stop it",
+        summary=(
+            f"From step {history.step[bad[0]]} on the scale fell from {power(before)} to {power(after)} "
+            f"in {len(bad)} overflows that finite gradients do not explain: {cause}."
+        ),
+        scale_can_fix="no",
+        where=(Place("step", str(history.step[bad[0]])),),
+        steps=(int(history.step[bad[0]]), int(history.step[bad[-1]])),
+        evidence=(
+            Evidence("num_unexplained_overflows", len(bad), "updates", MIN_UNEXPLAINED),
+            Evidence("num_nonfinite_losses", forward, "updates"),
+            Evidence("scale_before", before),
+            Evidence("scale_after", after),
+        ),
+        remedy=(
+            "Do not touch the scaler. Find the first non-finite value of the forward (or of the batch) at the first of "
+            "these steps; compute that part in FP32 by leaving autocast around it, or train in BF16. A floor under the "
+            "scale keeps the weights from being ruined meanwhile."
+        ),
+    )
+
+
+def _nan_from_small(analysis: Analysis) -> bool:
+    """Whether the first non-finite gradients were computed from finite ones far below the limit."""
+    samples = analysis.samples
+    born = np.flatnonzero(born_here(analysis) & (samples.num_nan > 0) & (samples.num_inf == 0))
+    if len(born) < MIN_UNEXPLAINED:
+        return False
+    amax_at = {(int(t), int(s)): a for t, s, a in zip(samples.tensor, samples.step, samples.amax, strict=True)}
+    parents = [
+        max(
+            (amax_at.get((p, int(samples.step[r])), 0.0) for p in analysis.tensors[samples.tensor[r]].parents),
+            default=0.0,
+        )
+        for r in born
+    ]
+    return bool(np.median(parents) < 2.0 ** (LIMIT_LOG2 - SLACK_LOG2))
+
+
+def _backward_late(history: ScaleHistory) -> np.ndarray:
+    late = history.late()
+    return np.asarray(late[~history.forward_bad[late]])
+
+
+def _allowed(history: ScaleHistory) -> float:
+    """Overflows that the interval implies, and room for chance: half again, two standard deviations, a few of any run."""
+    expected = (len(history) - history.calibration_end) * history.settings.highest_skip_rate()
+    return 1.5 * expected + 2 * math.sqrt(expected) + FEW_OVERFLOWS
+
+
+def _decay(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    late = _backward_late(history)
+    episodes = [e for e in history.episodes() if not history.forward_bad[e].all()]
+    if len(episodes) < DECAY_LOG2 or history.scale[-1] <= 0:
+        return None
+    start = float(history.scale[min(history.calibration_end, len(history) - 1)])
+    end = float(min(history.scale[-1], history.scale[late[-1]]))
+    thirds = np.array_split(np.log2(history.scale[history.calibration_end :]), 3)
+    falls = all(float(np.median(b)) < float(np.median(a)) for a, b in itertools.pairwise(thirds))
+    if math.log2(start / end) < DECAY_LOG2 or not falls:
+        return None
+    growth = _amax_rise(history)
+    return Finding(
+        id="scale-decay",
+        severity="warning",
+        confidence="high" if growth >= 1 else "medium",
+        title="The loss scale drifts down over the run",
+        summary=(
+            f"{len(episodes)} separate drops took the scale from {power(start)} to {power(end)} with a finite loss; "
+            f"the largest unscaled gradient grew by {growth:.1f} binades meanwhile."
+        ),
+        scale_can_fix="partly",
+        where=(Place("step", str(history.step[late[0]])),),
+        steps=(int(history.step[late[0]]), int(history.step[late[-1]])),
+        evidence=(
+            Evidence("num_drops", len(episodes), "episodes", DECAY_LOG2),
+            Evidence("gradient_growth", growth, "binades"),
+            Evidence("scale_before", start),
+            Evidence("scale_after", end),
+        ),
+        remedy=(
+            "The scaler follows what the gradients do. Look at the layer that limits the scale from above: clip "
+            "gradients "
+            "(after unscale_), lower the learning rate, or keep that layer in FP32."
+        ),
+    )
+
+
+def _amax_rise(history: ScaleHistory) -> float:
+    known = history.amax_log2[np.isfinite(history.amax_log2)]
+    quarter = max(len(known) // 4, 1)
+    return float(np.median(known[-quarter:]) - np.median(known[:quarter])) if len(known) >= 4 else 0.0
+
+
+def _thrashing(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    late = _backward_late(history)
+    episodes = [e for e in history.episodes() if not history.forward_bad[e].all()]
+    allowed = _allowed(history)
+    if len(episodes) < 2 or len(late) <= allowed:
+        return None
+    num_updates = len(history) - history.calibration_end
+    lasting = bool((np.diff(history.scale)[late[late < len(history) - 1]] == 0).all()) and np.ptp(history.scale) == 0
+    if lasting:
+        return None  # a scale that never moves is judged by static-scale-unsafe
+    rate = len(late) / num_updates
+    return Finding(
+        id="scale-thrashing",
+        severity="warning",
+        confidence="high" if len(late) > 2 * allowed else "medium",
+        title="Steps are skipped far more often than the scaler's interval implies",
+        summary=(
+            f"{len(late)} of {num_updates} updates after the start overflowed ({rate:.2%}) in {len(episodes)} separate "
+            f"bursts; growth_interval {history.settings.growth_interval} implies at most "
+            f"{history.settings.highest_skip_rate():.2%}."
+        ),
+        scale_can_fix="yes",
+        where=(Place("step", str(history.step[late[0]])),),
+        steps=(int(history.step[late[0]]), int(history.step[late[-1]])),
+        evidence=(
+            Evidence("num_overflows", len(late), "updates after the start", round(allowed, 1)),
+            Evidence("skip_rate", rate, "of updates after the start", history.settings.highest_skip_rate()),
+            Evidence("num_bursts", len(episodes), "episodes"),
+        ),
+        remedy=(
+            "Start at the recommended scale and let the scaler alone: no scaler.update(new_scale) by hand, no "
+            "floor above the "
+            "safe window. If single batches cause the bursts, clip their loss or look at the data."
+        ),
+    )
+
+
+def _hunting(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    late = _backward_late(history)
+    if not len(late) or not history.num_growths or len(late) > _allowed(history):
+        return None
+    after = history.scale[np.minimum(late + 1, len(history) - 1)]
+    rate = len(late) / (len(history) - history.calibration_end)
+    return Finding(
+        id="scale-hunting",
+        severity="info",
+        confidence="high",
+        title="Normal: the scaler probes for a larger scale now and then",
+        summary=(
+            f"{len(late)} overflows, {rate:.2%} of the updates after the start, each after the scale had grown, "
+            "and back to "
+            f"about {power(float(np.median(after)))}. That is how dynamic scaling finds its ceiling."
+        ),
+        scale_can_fix="yes",
+        where=(),
+        steps=(int(history.step[late[0]]), int(history.step[late[-1]])),
+        evidence=(
+            Evidence("skip_rate", rate, "of updates after the start", history.settings.highest_skip_rate()),
+            Evidence("num_growths", history.num_growths, "growths"),
+        ),
+        remedy="Nothing to do. A longer growth_interval skips fewer steps, in proportion.",
+    )
+
+
+def _calibration(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+    end = history.calibration_end
+    num = int(history.found[:end].sum())
+    if not num or history.forward_bad[:end].any():
+        return None
+    after = (
+        float(history.scale[end]) if end < len(history) else float(history.scale[-1]) * history.settings.backoff_factor
+    )
+    still = end >= len(history)
+    return Finding(
+        id="scale-calibration",
+        severity="info",
+        confidence="medium" if still else "high",
+        title="Normal: the scale came down from its start",
+        summary=(
+            f"The first {num} overflow(s) brought the scale from {power(float(history.scale[0]))} to {power(after)}"
+            + ("; the run ended before a step fitted." if still else ", and then it fitted.")
+        ),
+        scale_can_fix="yes",
+        where=(),
+        steps=(int(history.step[0]), int(history.step[max(end - 1, 0)])),
+        evidence=(
+            Evidence("num_overflows", num, "updates at the start"),
+            Evidence("scale_before", float(history.scale[0])),
+            Evidence("scale_after", after),
+        ),
+        remedy=f"Nothing to do; init_scale={power(after)} would save those steps.",
+    )

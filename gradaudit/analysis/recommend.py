@@ -1,0 +1,190 @@
+"""Settings for the GradScaler, with what they would have done on the recorded run beside what was done.
+
+The scale starts as high as is safe, since starting too high costs one skipped step per halving and starting too low
+costs a whole growth interval per doubling. The growth interval chooses the skip rate: with factors 2 and 0.5 it lies
+between 0.693 / N and 1 / (N + 1) whatever the gradients look like (design section 5).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gradaudit.analysis.context import TARGET_DB, Analysis
+from gradaudit.analysis.history import ScalerSettings
+from gradaudit.analysis.replay import ReplayResult, TorchPolicy, lowest_sqnr_db, replay
+from gradaudit.analysis.report import Finding, Outlook, Recommendation, Settings
+from gradaudit.analysis.windows import Windows
+
+TARGET_SKIP_RATE = 0.001
+"""One step in a thousand: a cost nobody notices, and often enough to find a better scale within an epoch."""
+
+TOLERATED_SKIP_RATE = 0.02
+"""Above two steps in a hundred the skipping itself is worth a change."""
+
+RUN_SHARE = 4
+"""The interval is at most a quarter of the run, so that a scale that fell can come back before the end."""
+
+MIN_INTERVAL = 200
+"""Shorter than this, growing alone would skip up to half a percent of the steps."""
+
+DEFAULT_LOG2 = 16
+"""torch's own start."""
+
+MARGIN_LOG2 = 1
+"""Start one binade below the largest safe scale: the next batch is not one of the recorded ones."""
+
+NOT_THE_SCALE = frozenset({"scale-collapse", "scale-at-floor", "scale-zero", "scale-window-empty"})
+"""Findings that no scale setting cures."""
+
+
+def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Finding]) -> Recommendation | None:
+    """Choose settings, or say that none are needed or none will do.
+
+    Args:
+        analysis: The run.
+        found_windows: Its safe windows.
+        findings: What the checks found.
+
+    Returns:
+        None where nothing ran in FP16 or nothing was recorded, so that there is no scale to speak of.
+    """
+    if not analysis.ran_fp16 or not len(analysis.steps):
+        return None
+    history = analysis.history
+    current_settings = history.settings if history is not None else None
+    current = _current(analysis)
+    ids = {finding.id for finding in findings if finding.severity != "info"}
+    hopeless = sorted(ids & NOT_THE_SCALE)
+    if hopeless:
+        return _keep(analysis, found_windows, current, "fp32-modules", _why_not(hopeless, found_windows))
+    scale_would_help = any(f.scale_can_fix in ("yes", "partly") and f.severity != "info" for f in findings)
+    skips_too_often = _late_skip_rate(analysis) > TOLERATED_SKIP_RATE
+    if current_settings is not None and not scale_would_help and not skips_too_often:
+        reasons = ["The settings in use do no harm on this run: change nothing."]
+        return _keep(analysis, found_windows, current, "fp16", reasons)
+    policy, reasons = _choose(analysis, found_windows)
+    predicted = replay(analysis, policy)
+    return _made_of(policy, found_windows, current, current_settings, predicted, reasons)
+
+
+def _choose(analysis: Analysis, found_windows: Windows) -> tuple[TorchPolicy, list[str]]:
+    window, lowest, highest = found_windows.run, found_windows.lowest, found_windows.highest
+    num_steps = len(analysis.steps)
+    reasons = []
+    if not analysis.applied.any():
+        level = min(DEFAULT_LOG2, window.high_log2 - MARGIN_LOG2 if window.high_log2 is not None else DEFAULT_LOG2)
+        reasons.append(
+            f"init_scale 2^{level}: every sampled step overflowed, so how much lower the scale has to be is not known; "
+            "the scaler finds it by halving."
+        )
+    elif window.high_log2 is not None and highest is not None:
+        level = window.high_log2 - MARGIN_LOG2
+        if window.low_log2 is not None:
+            level = max(level, min(window.low_log2, window.high_log2))
+        reasons.append(
+            f"init_scale 2^{level}: {highest.described} stays finite up to 2^{window.high_log2}; "
+            f"{window.high_log2 - level} binade(s) are kept in reserve."
+        )
+    else:
+        level = DEFAULT_LOG2
+        reasons.append("init_scale 2^16: no FP16 gradient was recorded that would bound it.")
+    if window.low_log2 is not None and lowest is not None:
+        reasons.append(f"Below 2^{window.low_log2} {lowest.described} drops under {TARGET_DB:g} dB.")
+    wanted = math.ceil(1 / TARGET_SKIP_RATE)
+    interval = max(MIN_INTERVAL, min(wanted, num_steps // RUN_SHARE))
+    rate = 1 / (interval + 1)
+    reasons.append(
+        f"growth_interval {interval}: in the long run {0.693 / interval:.2%} to {rate:.2%} of the steps are skipped; "
+        + (
+            "short enough to grow within a run of this length."
+            if interval < wanted
+            else "one in a thousand is aimed at."
+        )
+    )
+    return TorchPolicy(init_scale=2.0 ** max(min(level, 127), -100), growth_interval=interval), reasons
+
+
+def _made_of(
+    policy: TorchPolicy,
+    found_windows: Windows,
+    current: Outlook,
+    current_settings: ScalerSettings | None,
+    predicted: ReplayResult,
+    reasons: list[str],
+) -> Recommendation:
+    low = found_windows.run.low_log2
+    return Recommendation(
+        change_needed=True,
+        precision="fp16",
+        init_scale=policy.init_scale,
+        growth_interval=policy.growth_interval,
+        growth_factor=policy.growth_factor,
+        backoff_factor=policy.backoff_factor,
+        min_scale=min(2.0**low if low is not None else 1.0, policy.init_scale),
+        window=found_windows.run,
+        predicted=Outlook(
+            num_skipped=predicted.num_skipped,
+            skip_rate=predicted.skip_rate,
+            min_sqnr_db=predicted.min_sqnr_db,
+            num_skipped_low=predicted.num_skipped_low,
+            num_skipped_high=predicted.num_skipped_high,
+        ),
+        current=current,
+        current_settings=_settings(current_settings),
+        reasons=tuple(reasons),
+    )
+
+
+def _keep(
+    analysis: Analysis, found_windows: Windows, current: Outlook, precision: str, reasons: Sequence[str]
+) -> Recommendation:
+    settings = analysis.history.settings if analysis.history is not None else None
+    kept = settings or ScalerSettings(65536.0, 2.0, 0.5, 2000)
+    low = found_windows.run.low_log2
+    return Recommendation(
+        change_needed=precision != "fp16",
+        precision="fp16" if precision == "fp16" else "fp32-modules",
+        init_scale=kept.init_scale,
+        growth_interval=kept.growth_interval,
+        growth_factor=kept.growth_factor,
+        backoff_factor=kept.backoff_factor,
+        min_scale=min(2.0**low if low is not None else 1.0, kept.init_scale),
+        window=found_windows.run,
+        predicted=current,
+        current=current,
+        current_settings=_settings(settings),
+        reasons=tuple(reasons),
+    )
+
+
+def _settings(settings: ScalerSettings | None) -> Settings | None:
+    if settings is None:
+        return None
+    return Settings(settings.init_scale, settings.growth_interval, settings.growth_factor, settings.backoff_factor)
+
+
+def _current(analysis: Analysis) -> Outlook:
+    num_skipped = int(analysis.steps.skipped.sum())
+    return Outlook(num_skipped, num_skipped / len(analysis.steps), lowest_sqnr_db(analysis))
+
+
+def _late_skip_rate(analysis: Analysis) -> float:
+    history = analysis.history
+    if history is None or len(history) <= history.calibration_end:
+        return 0.0
+    return float(history.found[history.calibration_end :].mean())
+
+
+def _why_not(hopeless: Sequence[str], found_windows: Windows) -> list[str]:
+    if "scale-window-empty" in hopeless:
+        window, low, high = found_windows.run, found_windows.lowest, found_windows.highest
+        return [
+            f"No single scale fits: {low.described if low else ''} needs at least 2^{window.low_log2}, "
+            f"{high.described if high else ''} overflows above 2^{window.high_log2}.",
+            "Keep one of the two in FP32 (leave autocast around it), train in BF16, or bring their losses to one size.",
+        ]
+    return [
+        "No scale will do: the overflow does not go away however far the scale falls, so it is not the scale's.",
+        "Find where the forward turns non-finite and keep that part in FP32, or train in BF16.",
+    ]
