@@ -30,6 +30,9 @@ def leave_no_trace() -> Iterator[None]:
     if torch is not None:
         left = [repr(value) for value in hooks_and_functions(torch) if is_ours(value)]
         assert left == [], "left in torch"
+        module = torch.nn.modules.module
+        flags = {*module._global_forward_hooks_with_kwargs, *module._global_forward_hooks_always_called}
+        assert flags <= set(module._global_forward_hooks), "flags of hooks that are gone"
     threads = [thread.name for thread in threading.enumerate()]
     assert RECORDER not in threads
 

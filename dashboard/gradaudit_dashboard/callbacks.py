@@ -58,9 +58,9 @@ def _server(app: Dash, source: Source) -> None:
         Output(ids.LEGEND, "children"),
         Input(ids.VERSION, "data"),
         Input(ids.VIEW, "data"),
-        Input(ids.UI, "data"),
+        Input(ids.WIDTH, "data"),
         State(ids.RUN, "data"),
-    )(lambda version, view, ui, run: show_timeline(source, version, view, ui, run))
+    )(lambda version, view, width, run: show_timeline(source, version, view, width, run))
     app.callback(
         Output(ids.HISTOGRAM_DATA, "data"),
         Output(ids.LAYER_HEAD, "children"),
@@ -95,13 +95,13 @@ def show_summary(source: Source, version: Any, run: Any) -> Any:
     return no_update if loaded is None else panels.summary(loaded)
 
 
-def show_timeline(source: Source, version: Any, view: Any, ui: Any, run: Any) -> tuple[Any, Any, Any]:
+def show_timeline(source: Source, version: Any, view: Any, width: Any, run: Any) -> tuple[Any, Any, Any]:
     """Loss scale and heatmap."""
     loaded = _loaded(source, version, run)
-    if loaded is None or not ui:
+    if loaded is None or not width:
         return no_update, no_update, no_update
     try:
-        shown = panels.timeline(loaded, state.view(view), state.columns(ui))
+        shown = panels.timeline(loaded, state.view(view), state.columns(width))
     except Exception as error:
         return None, error_card("This panel", error), None
     return shown.data, shown.note, shown.legend
@@ -139,7 +139,7 @@ def _clientside(app: Dash) -> None:
     def wire(function: str, *arguments: Any, **more: Any) -> None:
         app.clientside_callback(ClientsideFunction("gradaudit", function), *arguments, **more)
 
-    wire("ui", Output(ids.UI, "data"), Input(ids.URL, "pathname"))
+    wire("browser", Output(ids.THEME, "data"), Output(ids.WIDTH, "data"), Input(ids.URL, "pathname"))
     wire(
         "readUrl", Output(ids.VIEW, "data"), Output(ids.PIN, "data"), Input(ids.URL, "search"),
         State(ids.VIEW, "data"), State(ids.PIN, "data"),
@@ -156,7 +156,7 @@ def _clientside(app: Dash) -> None:
     )  # fmt: skip
     wire(
         "paintTimeline", Output(ids.TIMELINE, "figure"), Output(ids.TIMELINE, "style"),
-        Input(ids.TIMELINE_DATA, "data"), Input(ids.UI, "data"), Input(ids.PIN, "data"),
+        Input(ids.TIMELINE_DATA, "data"), Input(ids.THEME, "data"), Input(ids.WIDTH, "data"), Input(ids.PIN, "data"),
         Input(ids.HISTOGRAM_DATA, "data"), prevent_initial_call=True,
     )  # fmt: skip
     wire(
@@ -171,5 +171,5 @@ def _clientside(app: Dash) -> None:
         *(Output(ids.share(zone), "children") for zone in ZONES),
         *(Output(ids.share_bar(zone), "style") for zone in ZONES),
         Input(ids.HISTOGRAM_DATA, "data"), Input(ids.SCALE, "value"), Input(ids.SCALE_BACK, "n_clicks"),
-        Input(ids.URL, "search"), Input(ids.UI, "data"), prevent_initial_call=True,
+        Input(ids.URL, "search"), Input(ids.WIDTH, "data"), prevent_initial_call=True,
     )  # fmt: skip

@@ -16,8 +16,9 @@ RUN = "run"
 VERSION = "version"
 """dcc.Store: what of the run the page shows; a new value makes every panel refresh."""
 
-UI = "ui"
-"""dcc.Store: what only the browser knows: colour scheme, width class, columns that fit."""
+THEME = "theme"
+WIDTH = "width"
+"""dcc.Stores: what only the browser knows: its colour scheme and its width class."""
 
 VIEW = "view"
 """dcc.Store: sort, metric and filter of the heatmap, read from the URL."""

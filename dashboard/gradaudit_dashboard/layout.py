@@ -61,7 +61,8 @@ def shell() -> dmc.MantineProvider:
     )
     stores = [
         dcc.Location(id=ids.URL, refresh=False),
-        dcc.Store(id=ids.UI),
+        dcc.Store(id=ids.THEME),
+        dcc.Store(id=ids.WIDTH),
         dcc.Store(id=ids.VIEW),
         dcc.Store(id=ids.PIN),
         dcc.Store(id=ids.RUN),

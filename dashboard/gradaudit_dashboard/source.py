@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-from gradaudit.analysis.audit import audit
 
+from gradaudit.analysis.audit import audit
 from gradaudit.analysis.context import TARGET_DB, Analysis, analyse
 from gradaudit.analysis.history import drawable
 from gradaudit.analysis.report import AuditReport, History

@@ -92,9 +92,8 @@ def pin(data: object) -> Pin:
     return Pin(_text(body.get("layer")), (min(ends), max(ends)))
 
 
-def columns(data: object) -> int:
-    """How many heatmap columns the browser has pixels for."""
-    width = data.get("width") if isinstance(data, dict) else None
+def columns(width: object) -> int:
+    """How many heatmap columns the browser has pixels for, by its width class."""
     return COLUMNS.get(width, COLUMNS["medium"]) if isinstance(width, str) else COLUMNS["medium"]
 
 

@@ -25,6 +25,9 @@ from gradaudit.store.reader import Run
 
 CHECK_IDS = tuple(check.id for check in CHECKS)
 
+_EXPLANATIONS = frozenset({"scale-never-grew", "static-scale-unsafe"})
+"""Findings about the settings that say why another one happens: that other one leads."""
+
 _RANK = {"error": 0, "warning": 1, "info": 2}
 _CONFIDENCE = {"high": 0, "medium": 1, "low": 2}
 
@@ -51,7 +54,7 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
         findings += found
         results.append(result)
     kept = [finding for finding in findings if not _is_ignored(finding, ignore)]
-    kept.sort(key=lambda f: (_RANK[f.severity], _CONFIDENCE[f.confidence], f.steps[0]))
+    kept.sort(key=lambda f: (_RANK[f.severity], _CONFIDENCE[f.confidence], f.id in _EXPLANATIONS, f.steps[0]))
     return AuditReport(
         run=summarise(analysis),
         verdict=_verdict(analysis, kept),
@@ -136,18 +139,37 @@ def summarise(analysis: Analysis) -> RunSummary:
     )
 
 
+def fp16_gradients(analysis: Analysis) -> dict[int, int]:
+    """For each parameter gradient the tensor it was computed in under autocast, where that was recorded."""
+    found = {}
+    for info in analysis.tensors:
+        if info.kind == "param_grad" and len(info.parents) == 1 and info.parents[0] < len(analysis.tensors):
+            parent = analysis.tensors[info.parents[0]]
+            if parent.fqn == info.fqn and parent.op == "ToCopy" and len(analysis.rows_of(info.id, applied_only=False)):
+                found[info.id] = parent.id
+    return found
+
+
 def layer_rows(analysis: Analysis, found_windows: Windows) -> tuple[LayerRow, ...]:
-    """One row per gradient tensor, at the scale in force, in the order of backward."""
+    """One row per gradient tensor, at the scale in force, in the order of backward.
+
+    A parameter's FP32 gradient and the FP16 one that autocast computed it in hold the same values: they share a row,
+    whose dtype is that of the computation.
+    """
     samples, rows = analysis.samples, []
+    casts = fp16_gradients(analysis)
     for t in np.unique(samples.tensor).tolist() if len(samples) else []:
         info = analysis.tensors[t]
+        if t in casts.values():
+            continue  # shown as its parameter's row
+        computed = casts.get(t, t)
         mine = analysis.rows_of(t)
         used = mine if len(mine) else analysis.rows_of(t, applied_only=False)
         fractions = zone_fractions(analysis.zones[used].sum(axis=0, keepdims=True))[0]
         with np.errstate(divide="ignore"):
             amax_log2 = np.log2(samples.amax[used]) - analysis.scale_log2[used]
         largest = float(amax_log2.max())
-        window = found_windows.tensors.get(t)
+        window = found_windows.tensors.get(computed)
         rows.append(
             (
                 float(np.median(samples.order[used])),
@@ -156,12 +178,12 @@ def layer_rows(analysis: Analysis, found_windows: Windows) -> tuple[LayerRow, ..
                     kind=info.kind,
                     zones=dict(zip(ZONES, (float(f) for f in fractions), strict=True)),
                     sqnr_db=analysis.layer_db(analysis.sqnr_db, t),
-                    own_sqnr_db=analysis.layer_db(analysis.own_db, t),
+                    own_sqnr_db=analysis.layer_db(analysis.own_db, computed),
                     window_low_log2=window.low_log2 if window else None,
                     window_high_log2=window.high_log2 if window else None,
                     amax_log2=largest if np.isfinite(largest) else None,
                     op=info.op,
-                    dtype=info.dtype,
+                    dtype=analysis.tensors[computed].dtype,
                     tensor=t,
                     num_samples=len(used),
                 ),

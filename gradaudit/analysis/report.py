@@ -161,7 +161,8 @@ class LayerRow:
 
     `zones` are shares of all its elements; `sqnr_db` is the predicted signal to quantisation-noise ratio that 90 % of
     the sampled steps reach, noise inherited from the tensors between it and the loss included, `own_sqnr_db` without
-    it; both are None where nothing passed through FP16. `amax_log2` is log2 of the largest unscaled magnitude.
+    it; both are None where nothing passed through FP16. `amax_log2` is log2 of the largest unscaled magnitude; `dtype`
+    is what the gradient was computed in.
     """
 
     fqn: str

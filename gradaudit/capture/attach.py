@@ -111,14 +111,12 @@ class Audit:
         if self._unapply is not None:
             self._unapply()
         self._auditor.close_open_steps()
-        self._auditor.off = True
         self._ended = "ok"
         if error is not None and not _is_clean_exit(error):
             self._ended = "exception"
             self._exception = _describe_exception(error)
         self._recorder.close()
         if self._recorder.error is not None:
-            self._auditor.off = False
             self._auditor.fail(self._recorder.error)
             self._leave_a_note()
 

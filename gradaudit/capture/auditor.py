@@ -10,16 +10,15 @@ from __future__ import annotations
 import threading
 import time
 import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from gradaudit.capture.callsite import user_call_site
+from gradaudit.capture.calls import CallLog
 from gradaudit.capture.graph import GradientPlace, Marks, Walk, hook_graph
 from gradaudit.capture.names import LOSS, Name, Names
 from gradaudit.capture.reading import (
@@ -40,40 +39,21 @@ from gradaudit.capture.recorder import Packet, Recorder, SampledTensors
 from gradaudit.capture.registry import Registry, TensorEntry
 from gradaudit.capture.settings import CaptureSettings, Sampler
 from gradaudit.capture.statistic import tensor_row
+from gradaudit.capture.steps import OpenStep, Window, copy_of, step_row
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-NUM_CALL_SITES = 3
-"""The user's line is looked up for the first few calls of each kind only: it costs microseconds."""
 
 NUM_SCALED_OUTPUTS = 256
 """Outputs of scaler.scale remembered by sequence number; a step makes one per loss and micro-step."""
 
 
-@dataclass(slots=True)
-class _Window:
-    """What has been seen since the last step closed."""
-
-    num_backward: int = 0
-    losses: list[torch.Tensor] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    columns: list[tuple[int, bool, int, bool]] = field(default_factory=list)
-    rows: list[torch.Tensor] = field(default_factory=list)
-    gain_tensors: list[int] = field(default_factory=list)
-    gains: list[torch.Tensor] = field(default_factory=list)
-
-
 @dataclass(frozen=True, slots=True)
-class _OpenStep:
-    """A step whose gradients have been read and whose outcome is not known yet."""
+class _Running:
+    """A module whose forward is running."""
 
-    optimizer: int
-    scaler: int | None
-    scaled: bool
-    scale: list[torch.Tensor]
-    tracker: list[torch.Tensor]
-    present: list[bool]
-    amax: list[torch.Tensor]
+    name: Name
+    module_class: str
+    module: torch.nn.Module
 
 
 def _guarded(method: _Method) -> _Method:
@@ -116,21 +96,19 @@ class Auditor:
         self._cost_s = self._cost_at_close_s = 0.0
         self._step = 0
         self._sampling = True
-        self._window = _Window()
-        self._shared_window = _Window()
+        self._window = Window()
+        self._shared_window = Window()
         self._marks = Marks()
         self._depth = 0
         self._in_backward = 0
-        self._owners: list[tuple[Name, str]] = []
-        self._scaled_outputs: deque[int] = deque(maxlen=NUM_SCALED_OUTPUTS)
+        self._running: list[_Running] = []
+        self._scaled_losses: dict[int, torch.Tensor] = {}
         self._gradients_scaled = False
-        self._open: dict[int, _OpenStep] = {}
+        self._open: dict[int, OpenStep] = {}
         self._stepping: set[int] = set()
         self._num_updates: dict[int, int] = {}
-        self._autocasts: list[dict[str, Any]] = []
+        self._calls = CallLog()
         self._errors: list[str] = []
-        self._num_events = 0
-        self._num_calls: dict[tuple[str, int | None], int] = {}
 
     def start(self, recorder: Recorder) -> None:
         """Begin to hand over rows."""
@@ -145,16 +123,24 @@ class Auditor:
             self._registry.optimizer(optimizer)
 
     def fail(self, error: Exception) -> None:
-        """Switch capture off, say so once, and leave it in the run."""
-        if not self.off:
-            self.off = True
-            text = f"{type(error).__name__}: {error}".rstrip(".")
-            self._errors.append(f"capture stopped at step {self._step}: {text}")
+        """Switch capture off, say so once, let go of what was gathered, and leave a note in the run."""
+        if self.off:
+            return
+        self.off = True
+        self._window, self._shared_window = Window(), Window()
+        self._open.clear()
+        self._running.clear()
+        reason = next(iter(str(error).strip().splitlines()), "")[:200].rstrip(". ")
+        text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+        self._errors.append(f"capture stopped at step {self._step}: {text}")
+        try:
             warnings.warn(
                 f"gradaudit stopped recording at step {self._step} ({text}); training goes on unobserved.",
                 RuntimeWarning,
                 stacklevel=4,
             )
+        except RuntimeWarning:
+            pass  # the user turns warnings into errors; the run tells
 
     # Forward
 
@@ -168,14 +154,15 @@ class Auditor:
             return
         if self._depth == 1 and not self._in_backward:
             self.names.add_root(module)
-            self._owners.clear()
+            self._running.clear()
+            self._marks.trim()
         if self._sampling:
             name = self.names.module(module)
             if name is None:
-                self.names.refresh(module)
-                name = self.names.module(module) or LOSS
-            self._owners.append((name, type(module).__name__))
-            self._marks.mark(next_sequence(), *self._owners[-1])
+                caller = self._running[-1] if self._running else None
+                name = LOSS if caller is None else self.names.child(module, caller.module, caller.name)
+            self._running.append(_Running(name, type(module).__name__, module))
+            self._marks.mark(next_sequence(), name, type(module).__name__)
 
     @_guarded
     def on_forward_end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
@@ -185,20 +172,21 @@ class Auditor:
         self._depth = max(self._depth - 1, 0)
         if not torch.is_grad_enabled():
             return
-        if self._depth == 0 and not self._in_backward:
+        if self._depth == 0 and not self._in_backward and not self._window.full:
             self._window.inputs += [largest(x) for x in floating_tensors(inputs)]
-        if self._sampling and self._owners:
-            owner = self._owners.pop()
-            self._marks.mark(next_sequence(), *(self._owners[-1] if self._owners else (LOSS, "")))
-            if not self._in_backward:
-                self._note_outputs(owner, output)
+        if self._sampling and self._running:
+            ended = self._running.pop()
+            caller = self._running[-1] if self._running else None
+            self._marks.mark(next_sequence(), caller.name if caller else LOSS, caller.module_class if caller else "")
+            if not self._in_backward and not self._window.full:
+                self._note_outputs(ended.name, ended.module_class, output)
                 self._note_noise_gain(module, inputs)
 
-    def _note_outputs(self, owner: tuple[Name, str], output: Any) -> None:
-        name, module_class = owner
+    def _note_outputs(self, name: Name, module_class: str, output: Any) -> None:
         for i, tensor in enumerate(floating_tensors(output)):
             if tensor.grad_fn is not None:
-                self._marks.outputs.setdefault((tensor.grad_fn._sequence_nr(), tensor.output_nr), owner)
+                place = (tensor.grad_fn._sequence_nr(), tensor.output_nr)
+                self._marks.outputs.setdefault(place, (name, module_class))
             if self._registry.wanted(name):
                 entry = self._registry.tensor(("output", name, i), "output", name, module_class)
                 self._add_row(entry, tensor, scaled=False, keep_histogram=False)
@@ -206,8 +194,11 @@ class Auditor:
     def _note_noise_gain(self, module: torch.nn.Module, inputs: Any) -> None:
         weight, fan_in = layer_weight(module)
         x = next(iter(floating_tensors(inputs)), None)
-        if weight is not None and x is not None and weight.requires_grad:
-            self._window.gain_tensors.append(self._registry.param(weight).id)
+        if weight is None or x is None or not weight.requires_grad:
+            return
+        entry = self._registry.param(weight)
+        if entry is not None:
+            self._window.gain_tensors.append(entry.id)
             self._window.gains.append(mean_square(x) * fan_in)
 
     # Loss and backward
@@ -218,10 +209,11 @@ class Auditor:
         self._event("scaler.scale", scaler=scaler)
         if not scaler.is_enabled():
             return
-        self._window.losses += [mean(loss) for loss in floating_tensors(outputs)]
-        for tensor in floating_tensors(scaled):
+        for loss, tensor in zip(floating_tensors(outputs), floating_tensors(scaled), strict=True):
             if tensor.grad_fn is not None:
-                self._scaled_outputs.append(tensor.grad_fn._sequence_nr())
+                self._scaled_losses[tensor.grad_fn._sequence_nr()] = mean(loss)
+        while len(self._scaled_losses) > NUM_SCALED_OUTPUTS:
+            del self._scaled_losses[next(iter(self._scaled_losses))]
 
     @_guarded
     def on_backward_start(self, tensors: Any) -> Walk | None:
@@ -230,29 +222,29 @@ class Auditor:
         self._in_backward += 1
         if self._in_backward == 1:
             window = self._window
-            scaled = any(descends_from(root.grad_fn, self._scaled_outputs) for root in roots)
-            self._gradients_scaled = scaled or (self._gradients_scaled and window.num_backward > 0)
+            scaled = descends_from(roots, self._scaled_losses)
+            self._gradients_scaled = bool(scaled) or (self._gradients_scaled and window.num_backward > 0)
             window.num_backward += 1
-            if not scaled:
-                window.losses += [mean(root) for root in roots]
-            self._event("backward", scaled=scaled)
+            window.losses += [self._scaled_losses[number] for number in scaled] or [mean(root) for root in roots]
+            self._event("backward", scaled=bool(scaled))
         if not self._sampling:
             return None
         walk = hook_graph(roots, self._marks, self.names, self._on_gradient)
         for param, parents in walk.param_parents:
-            self._registry.param(param).parent_keys = parents
+            entry = self._registry.param(param)
+            if entry is not None:
+                entry.parent_keys = parents
         return walk
 
-    @_guarded
     def on_backward_end(self, walk: Walk | None) -> None:
-        """`backward` returned or raised. Sync: none."""
+        """`backward` returned or raised; capture may have been switched off meanwhile. Sync: none."""
         self._in_backward = max(self._in_backward - 1, 0)
         if walk is not None:
             walk.remove()
 
     @_guarded
     def _on_gradient(self, place: GradientPlace, grad: torch.Tensor) -> None:
-        if self._sampling and self._registry.wanted(place.name):
+        if self._sampling and not self._window.full and self._registry.wanted(place.name):
             entry = self._registry.tensor(
                 place.key, place.kind, place.name, place.module, op=place.op, exact=place.exact
             )
@@ -280,11 +272,11 @@ class Auditor:
             self._stepping.add(id(optimizer))
 
     @_guarded
-    def on_scaler_step_end(self, scaler: Any, optimizer: Any) -> None:
+    def on_scaler_step_end(self, scaler: Any, optimizer: Any, *, raised: bool) -> None:
         """`scaler.step` returned or raised. Sync: none."""
         self._stepping.discard(id(optimizer))
         if scaler.is_enabled() and id(optimizer) in self._open:
-            self._close_step(optimizer, found=found_inf(scaler, optimizer))
+            self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=raised)
 
     @_guarded
     def on_update(self, scaler: Any) -> None:
@@ -312,6 +304,9 @@ class Auditor:
         if id(optimizer) in self._stepping:
             return
         self._event("optimizer.step", optimizer=optimizer, scaled=self._gradients_scaled)
+        opened = self._open.get(id(optimizer))
+        if opened is not None and opened.scaler is None:
+            self._close_step(optimizer, found=[], given_up=True)  # the last one raised, and the script went on
         if not has_closure and id(optimizer) not in self._open:
             self._open_step(optimizer, None)
 
@@ -332,10 +327,7 @@ class Auditor:
     @_guarded
     def on_autocast(self, device: str, dtype: str, enabled: bool) -> None:
         """An autocast region was entered. Sync: none."""
-        entry = {"device": device, "dtype": dtype, "enabled": enabled}
-        if not any(entry.items() <= seen.items() for seen in self._autocasts):
-            file, line = user_call_site()
-            self._autocasts.append({**entry, "file": file, "line": line})
+        self._calls.autocast(device, dtype, enabled=enabled)
 
     @_guarded
     def close_open_steps(self) -> None:
@@ -347,21 +339,20 @@ class Auditor:
     def _open_step(self, optimizer: Any, scaler: Any) -> None:
         identity = self._registry.optimizer(optimizer)
         slots = self._registry.param_slots(optimizer)
-        with_gradient = [(param, param.grad) for _, param in slots if param.grad is not None]
+        with_gradient = [(entry, param.grad) for _, param, entry in slots if param.grad is not None]
         scaled = True if scaler is not None else self._gradients_scaled
-        self._open[id(optimizer)] = _OpenStep(
+        self._open[id(optimizer)] = OpenStep(
             optimizer=identity,
             scaler=None if scaler is None else self._registry.scaler(scaler),
             scaled=scaled,
             # copies, since update() changes both in place
-            scale=_copy(scaler, "_scale"),
-            tracker=_copy(scaler, "_growth_tracker"),
-            present=[param.grad is not None for _, param in slots],
+            scale=copy_of(scaler, "_scale"),
+            tracker=copy_of(scaler, "_growth_tracker"),
+            present=[param.grad is not None for _, param, _ in slots],
             amax=largest_each([grad for _, grad in with_gradient]),
         )
         if self._sampling:
-            for param, grad in with_gradient:
-                entry = self._registry.param(param)
+            for entry, grad in with_gradient:
                 if self._registry.wanted(entry.name):
                     self._add_row(entry, grad, scaled=scaled, keep_histogram=True)
 
@@ -391,7 +382,8 @@ class Auditor:
 
         assert self._recorder is not None
         if self._recorder.error is not None:
-            raise self._recorder.error
+            self.fail(self._recorder.error)
+            return
         samples = None
         if window.rows:
             gains = stack_scalars(window.gains)
@@ -410,14 +402,14 @@ class Auditor:
         self._sampling = self._sampler.next(self._step, self._registry.num_optimizers, overflowed=overflowed)
         if self._sampling and not was_sampling:
             self._marks = Marks()
-        self._marks.trim()
         if self._window.num_backward:
-            self._shared_window = _Window(self._window.num_backward, self._window.losses, self._window.inputs)
-        self._window = _Window()
+            self._shared_window = Window(self._window.num_backward, self._window.losses, self._window.inputs)
+        self._window = Window()
 
     def _add_row(self, entry: TensorEntry, tensor: torch.Tensor, *, scaled: bool, keep_histogram: bool) -> None:
         if entry.dtype is None:
-            entry.shape, entry.dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+            entry.shape = () if tensor.is_nested else tuple(tensor.shape)
+            entry.dtype = str(tensor.dtype).removeprefix("torch.")
         window = self._window
         with torch.no_grad():
             window.rows.append(tensor_row(tensor))
@@ -432,23 +424,15 @@ class Auditor:
         scaled: bool | None = None,
         detail: str | None = None,
     ) -> None:
-        optimizer_id = None if optimizer is None else self._registry.optimizer(optimizer)
-        times = self._num_calls.get((name, optimizer_id), 0)
-        self._num_calls[(name, optimizer_id)] = times + 1
-        file, line = user_call_site() if times < NUM_CALL_SITES else (None, None)
-        event = {
-            "seq": self._num_events,
-            "step": self._step,
-            "micro_step": self._window.num_backward,
-            "name": name,
-            "optimizer": optimizer_id,
-            "scaler": None if scaler is None else self._registry.scaler(scaler),
-            "scaled": scaled,
-            "file": file,
-            "line": line,
-            "detail": detail,
-        }
-        self._num_events += 1
+        event = self._calls.event(
+            name,
+            None if optimizer is None else self._registry.optimizer(optimizer),
+            scaler=None if scaler is None else self._registry.scaler(scaler),
+            step=self._step,
+            micro_step=self._window.num_backward,
+            scaled=scaled,
+            detail=detail,
+        )
         if self._recorder is not None:
             self._recorder.put_event(event)
 
@@ -458,7 +442,7 @@ class Auditor:
             **self._run,
             "heartbeat_at": time.time(),
             **self._registry.describe(),
-            "autocast": list(self._autocasts),
+            "autocast": list(self._calls.autocasts),
             "errors": list(self._errors),
             "drops": {"sampled_steps": self._recorder.num_dropped if self._recorder is not None else 0},
             "cost": {
@@ -467,37 +451,3 @@ class Auditor:
                 "every": self._sampler.every,
             },
         }
-
-
-def _copy(scaler: Any, name: str) -> list[torch.Tensor]:
-    value = getattr(scaler, name, None)
-    return [value.detach().clone()] if isinstance(value, torch.Tensor) else []
-
-
-def step_row(step: dict[str, Any], sizes: Sequence[int], values: np.ndarray) -> dict[str, Any]:
-    """A row of the step table from what the host knew at once and what arrived from the device.
-
-    Args:
-        step: Columns known on the host, and how to lay out the parameters.
-        sizes: How many of `values` are scale, growth tracker, found_inf, losses, inputs and parameter magnitudes.
-        values: Those, in that order.
-    """
-    scale, tracker, found, losses, inputs, amax = np.split(values, np.cumsum(sizes)[:-1])
-    row = {key: value for key, value in step.items() if key not in ("present", "params", "given_up")}
-    overflowed = bool((found > 0).any()) if len(found) else None
-    amax_values: list[float | None] = [None] * len(step["present"])
-    slots = [slot for slot, present in enumerate(step["present"]) if present]
-    for slot, value in zip(slots, amax, strict=True):
-        amax_values[slot] = float(value)
-    return {
-        **row,
-        "scale": float(scale[0]) if len(scale) else 1.0,
-        "growth_tracker": int(tracker[0]) if len(tracker) else None,
-        "found_inf": overflowed,
-        "skipped": step["given_up"] or bool(overflowed),
-        "loss": float(losses.mean()) if len(losses) else None,
-        "loss_finite": bool(np.isfinite(losses).all()) if len(losses) else None,
-        "input_finite": bool(np.isfinite(inputs).all()) if len(inputs) else None,
-        "param_amax": amax_values,
-        "nonfinite": [step["params"][slot] for slot, v in zip(slots, amax, strict=True) if not np.isfinite(v)],
-    }

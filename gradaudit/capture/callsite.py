@@ -1,11 +1,14 @@
-"""The user's file and line behind a call into torch."""
+"""The user's file and line behind a call into torch, and the names under which they hold things."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import torch
 
@@ -49,12 +52,41 @@ def shorten(path: str) -> str:
 
 def variable_name(value: object) -> str | None:
     """The name under which the calling user code holds an object, if any."""
+    for frame, variables in _scopes():
+        for scope in (variables, frame.f_globals):
+            for name, held in list(scope.items()):
+                if held is value and not name.startswith("_") and name != "self":
+                    return name
+    return None
+
+
+def enclosing_module(module: torch.nn.Module) -> torch.nn.Module | None:
+    """The outermost module in whose methods a module is being called, other than by calling that one itself."""
+    found = None
+    for frame, variables in _scopes():
+        first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""
+        caller = variables.get(first)
+        if isinstance(caller, torch.nn.Module) and any(child is module for child in caller.modules()):
+            found = caller
+    return found
+
+
+def _scopes() -> Iterator[tuple[FrameType, dict[str, Any]]]:
+    """Frames outside torch and gradaudit with their local variables, innermost first."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if not frame.f_code.co_filename.startswith((_PACKAGE, _TORCH)):
-            for scope in (frame.f_locals, frame.f_globals):
-                for name, held in list(scope.items()):
-                    if held is value and not name.startswith("_") and name != "self":
-                        return name
+            yield frame, _local_variables(frame)
         frame = frame.f_back
-    return None
+
+
+def _local_variables(frame: FrameType) -> dict[str, Any]:
+    looked_at = frame.f_locals
+    variables = dict(looked_at)
+    # before Python 3.13 a function's locals, once looked at, are kept alive in a dict of the frame's until the function
+    # returns, the first batch of a whole training among them. It is emptied, unless the user holds it too, who has called
+    # locals() then: two references are the frame's and ours, the third is getrefcount's own
+    is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_function and isinstance(looked_at, dict) and sys.getrefcount(looked_at) <= 3:
+        looked_at.clear()
+    return variables

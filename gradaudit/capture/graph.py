@@ -175,7 +175,7 @@ def hook_graph(roots: Sequence[torch.Tensor], marks: Marks, names: Names, sink: 
     namer = _Namer(marks)
     param_parents = []
     for entry in ordered:
-        param = getattr(entry.node, "variable", None)
+        param = _leaf(entry.node)
         for slot in sorted(entry.incoming) or [0]:
             _place(entry, slot, param, namer, names)
         if param is not None:
@@ -269,9 +269,9 @@ def _place(entry: _Node, slot: int, param: torch.Tensor | None, namer: _Namer, n
         parents: tuple[Key, ...] = tuple(keys)
         exact = False
     else:
-        consumer = incoming[0][0] if incoming else None
-        parents = consumer.resolved if consumer is not None else ()
-        exact = consumer is not None and consumer.op in COPY_OPS and _copies(entry, slot, consumer)
+        single = incoming[0][0] if incoming else None
+        parents = single.resolved if single is not None else ()
+        exact = single is not None and single.op in COPY_OPS and _copies(entry, slot, single)
     if param is not None:
         entry.sources[slot] = parents  # its own gradient is read at the optimizer, whole
         return
@@ -302,8 +302,12 @@ def _cast_parameter(entry: _Node) -> torch.Tensor | None:
     """The parameter whose autocast copy this node made: its incoming gradient is the FP16 weight gradient."""
     if entry.op not in CAST_OPS:
         return None
-    producer = entry.node.next_functions[0][0] if entry.node.next_functions else None
-    param: torch.Tensor | None = getattr(producer, "variable", None)
+    return _leaf(entry.node.next_functions[0][0]) if entry.node.next_functions else None
+
+
+def _leaf(node: Any) -> torch.Tensor | None:
+    """The parameter that a node accumulates a gradient into. Custom functions may keep anything as `variable`."""
+    param: torch.Tensor | None = node.variable if type(node).__name__ == "AccumulateGrad" else None
     return param
 
 
@@ -324,5 +328,5 @@ def _num_elements(node: Any, slot: int) -> int | None:
     metadata = getattr(node, "_input_metadata", None)
     try:
         return math.prod(metadata[slot].shape) if metadata is not None else None
-    except (IndexError, AttributeError, TypeError):
+    except (IndexError, AttributeError, TypeError, RuntimeError):  # nested tensors have no shape
         return None

@@ -3,6 +3,8 @@
 Every module called from outside any other is a root. Names are torch's own, relative to the root; where a run has
 several roots (a GAN, an encoder beside a decoder) each is prefixed with the variable that holds it. A root that turns out to be
 part of a larger one takes that one's names, so names are put together when they are written, not when they are first seen.
+
+Nothing here refers to a parameter, not even weakly: torch refuses to swap a tensor that has weak references.
 """
 
 from __future__ import annotations
@@ -11,17 +13,19 @@ import weakref
 from dataclasses import dataclass
 
 import torch
-from torch.utils.weak import WeakIdKeyDictionary
 
-from gradaudit.capture.callsite import variable_name
+from gradaudit.capture.callsite import enclosing_module, variable_name
 
 _WRAPPERS = frozenset({"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"})
 
 
 @dataclass(slots=True)
 class _Root:
+    """`module` is None for roots without parameters, losses mostly: they share one root per class."""
+
     label: str
     module_class: str
+    module: weakref.ref[torch.nn.Module] | None
     parent: int | None = None
     path: str = ""
 
@@ -33,54 +37,68 @@ class Name:
     root: int | None
     path: str
 
+    def below(self, part: str) -> Name:
+        """The name of something inside."""
+        return Name(self.root, f"{self.path}.{part}" if self.path else part)
+
 
 LOSS = Name(None, "loss")
 """Code outside every module; nearly always the loss."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Where a parameter was found. Its id alone could be another's by now."""
+
+    module: weakref.ref[torch.nn.Module]
+    attribute: str
+    name: Name
+
+
 class Names:
-    """Weakly keyed: forgets modules and parameters that the user drops."""
+    """Weakly keyed: forgets modules that the user drops, and their parameters."""
 
     def __init__(self) -> None:
         self._roots: list[_Root] = []
         self._modules: weakref.WeakKeyDictionary[torch.nn.Module, Name] = weakref.WeakKeyDictionary()
-        self._params: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._params: dict[int, _Held] = {}
 
-    def add_root(self, module: torch.nn.Module) -> None:
+    def add_root(self, called: torch.nn.Module) -> None:
         """Learn the names below a module that was called from outside any module. Cheap when nothing is new."""
-        module = _unwrap(module)
+        module = _unwrap(called)
         if module in self._modules:
             return
-        index = len(self._roots)
-        label = variable_name(module) or type(module).__name__
-        taken = {root.label for root in self._roots}
-        while label in taken:
-            label += "_"
-        self._roots.append(_Root(label, type(module).__name__))
-        for path, child in module.named_modules():
-            known = self._modules.get(child)
-            if known is not None and known.root is not None and known.path == "":
-                inner = self._roots[known.root]
-                if inner.parent is None:
-                    inner.parent, inner.path = index, path
-            self._modules.setdefault(child, Name(index, path))
-        for path, param in module.named_parameters():
-            if param not in self._params:
-                self._params[param] = Name(index, path)
-
-    def refresh(self, module: torch.nn.Module) -> None:
-        """Learn what was added below a known root since."""
-        module = _unwrap(module)
-        name = self._modules.get(module)
-        if name is None:
-            self.add_root(module)
+        if next(module.parameters(), None) is None:
+            self._learn(module, Name(self._shared_root(type(module).__name__), ""))
             return
-        prefix = f"{name.path}." if name.path else ""
-        for path, child in module.named_modules():
-            self._modules.setdefault(child, Name(name.root, prefix + path))
-        for path, param in module.named_parameters():
-            if param not in self._params:
-                self._params[param] = Name(name.root, prefix + path)
+        outer = enclosing_module(module)
+        if outer is not None and outer is not module:
+            known = self._modules.get(outer)
+            if known is None:
+                self.add_root(outer)
+            else:
+                self._learn(outer, known)
+            if module in self._modules:
+                return
+        label = variable_name(called) or variable_name(module) or type(module).__name__
+        self._learn(module, Name(self._root(label, module), ""))
+
+    def child(self, module: torch.nn.Module, caller: torch.nn.Module, caller_name: Name) -> Name:
+        """A module's name, which may have been put into its caller just now, or be known to nobody but it."""
+        known = self.module(module)
+        if known is not None:
+            return known
+        caller, module = _unwrap(caller), _unwrap(module)
+        is_bare = next(module.parameters(), None) is None
+        below = caller.named_children() if is_bare else caller.named_modules()
+        if any(child is module for _, child in below):
+            self._learn(caller, caller_name)
+        elif is_bare:
+            # nn.ReLU()(x): a new one at every call, all with the name of the class
+            self._modules[module] = caller_name.below(type(module).__name__)
+        else:
+            self.add_root(module)
+        return self._modules[module]
 
     def module(self, module: torch.nn.Module) -> Name | None:
         """A module's name, None if its root has not been called."""
@@ -88,13 +106,11 @@ class Names:
 
     def param(self, param: torch.Tensor) -> Name | None:
         """A parameter's name, None if its module has not been called."""
-        found: Name | None = self._params.get(param)
-        return found
-
-    def name_param(self, param: torch.Tensor, path: str) -> Name:
-        """Name a parameter that belongs to no module."""
-        self._params[param] = name = Name(None, path)
-        return name
+        held = self._params.get(id(param))
+        module = None if held is None else held.module()
+        if held is None or module is None or held.attribute not in module._parameters:
+            return None
+        return held.name if module._parameters[held.attribute] is param else None
 
     def full(self, name: Name) -> str:
         """The fully qualified name as of now; a root's own is its class name."""
@@ -105,10 +121,47 @@ class Names:
         while root.parent is not None:
             path = f"{root.path}.{path}" if path else root.path
             root = self._roots[root.parent]
-        several = sum(other.parent is None for other in self._roots) > 1
+        several = sum(other.parent is None and other.module is not None for other in self._roots) > 1
         if several:
             return f"{root.label}.{path}" if path else root.label
         return path or module_class
+
+    def _learn(self, module: torch.nn.Module, name: Name) -> None:
+        for path, child in module.named_modules():
+            known = self._modules.get(child)
+            place = name.below(path) if path else name
+            if known is None:
+                self._modules[child] = place
+            elif known.root is not None and known.root != name.root and known.path == "":
+                inner = self._roots[known.root]
+                if inner.module is None:
+                    self._modules[child] = place
+                elif inner.parent is None:
+                    inner.parent, inner.path = name.root, place.path
+            for attribute, param in child._parameters.items():
+                if param is not None and self.param(param) is None:
+                    self._params[id(param)] = _Held(weakref.ref(child), attribute, place.below(attribute))
+
+    def _root(self, label: str, module: torch.nn.Module) -> int:
+        self._params = {key: held for key, held in self._params.items() if held.module() is not None}
+        taken = {root.label: index for index, root in enumerate(self._roots)}
+        module_class = type(module).__name__
+        while label in taken:
+            root = self._roots[taken[label]]
+            if root.module_class == module_class and root.module is not None and root.module() is None:
+                # built anew, as in a loop over settings: the same place, so the same name
+                root.module, root.parent, root.path = weakref.ref(module), None, ""
+                return taken[label]
+            label += "_"
+        self._roots.append(_Root(label, module_class, weakref.ref(module)))
+        return len(self._roots) - 1
+
+    def _shared_root(self, module_class: str) -> int:
+        for index, root in enumerate(self._roots):
+            if root.module is None and root.module_class == module_class:
+                return index
+        self._roots.append(_Root(module_class, module_class, None))
+        return len(self._roots) - 1
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:

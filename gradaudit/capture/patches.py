@@ -12,22 +12,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim_optimizer
 
 from gradaudit.capture.auditor import Auditor
 
-Undo = Callable[[], None]
-
-_COMPILE_WARNING = "Using `torch.compile\\(module\\)` when there are global hooks"
-"""torch warns that a compiled module's own call is seen twice; gradaudit counts on nothing there."""
-
+Undo = Callable[[], object]
 
 def install(auditor: Auditor) -> Undo:
     """Put every hook and wrapper on; the returned function takes them off again, latest first."""
@@ -38,7 +34,6 @@ def install(auditor: Auditor) -> Undo:
         _wrap_scalers(auditor, undos)
         _wrap_backward(auditor, undos)
         _wrap_other_calls(auditor, undos)
-        _silence_compile_warning(undos)
     except BaseException:
         _run_backwards(undos)
         raise
@@ -65,15 +60,48 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any], undos: list[Undo
 
 def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
     def before(module: torch.nn.Module, args: Any) -> None:
-        if not torch.compiler.is_compiling():
+        if not _in_a_transform():
             auditor.on_forward_start(module)
 
-    def after(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not torch.compiler.is_compiling():
-            auditor.on_forward_end(module, (args, kwargs), output)
+    def after(module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> None:
+        # a forward that raised is reported without its keywords, whatever was asked for
+        if not _in_a_transform():
+            auditor.on_forward_end(module, (args, *kwargs_and_output[:-1]), kwargs_and_output[-1])
 
-    undos.append(nn_module.register_module_forward_pre_hook(before).remove)
-    undos.append(nn_module.register_module_forward_hook(after, with_kwargs=True, always_call=True).remove)
+    handles = [
+        nn_module.register_module_forward_pre_hook(before),
+        nn_module.register_module_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+    ours = [handle.id for handle in handles]
+    undos += [handle.remove for handle in handles]
+    # torch leaves this entry behind, and from then on takes itself for hooked
+    undos.append(lambda: nn_module._global_forward_hooks_with_kwargs.pop(ours[1], None))
+
+    # a compiled module warns of global hooks, which it calls twice; gradaudit counts on nothing there
+    def any_others(original: Any) -> Any:
+        def call() -> bool:
+            return any(key not in ours for hooks in _hook_tables() for key in hooks)
+
+        return call
+
+    _replace(nn_module, "_has_any_global_hook", any_others, undos)
+
+
+def _hook_tables() -> list[Any]:
+    forward = [nn_module._global_forward_hooks_always_called, nn_module._global_forward_hooks_with_kwargs]
+    forward += [nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks]
+    return [*forward, nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks]
+
+
+def _in_a_transform() -> bool:
+    """Whether modules are being compiled, traced or differentiated by torch.func: their tensors hold no values yet, or
+    several at once, and must not escape."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+    )
 
 
 def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
@@ -116,9 +144,12 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
     def step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         auditor.on_scaler_step_start(self, optimizer)
         try:
-            return original(self, optimizer, *args, **kwargs)
-        finally:
-            auditor.on_scaler_step_end(self, optimizer)
+            result = original(self, optimizer, *args, **kwargs)
+        except BaseException:
+            auditor.on_scaler_step_end(self, optimizer, raised=True)
+            raise
+        auditor.on_scaler_step_end(self, optimizer, raised=False)
+        return result
 
     def update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         auditor.on_update(self)
@@ -171,17 +202,12 @@ def _wrap_backward(auditor: Auditor, undos: list[Undo]) -> None:
 
 def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
     def clip(original: Any, *, name: str) -> Any:
-        def call(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
             auditor.on_call(name, detail=str(limit) if isinstance(limit, (int, float)) else None)
-            return original(parameters, limit, *args, **kwargs)
-
-        def by_keyword(*args: Any, **kwargs: Any) -> Any:
-            if len(args) >= 2:
-                return call(*args, **kwargs)
-            auditor.on_call(name)
             return original(*args, **kwargs)
 
-        return by_keyword
+        return call
 
     for name in ("clip_grad_norm_", "clip_grad_value_"):
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -218,15 +244,3 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
         return call
 
     _replace(torch.amp.autocast_mode.autocast, "__enter__", enter, undos)
-
-
-def _silence_compile_warning(undos: list[Undo]) -> None:
-    warnings.filterwarnings("ignore", message=_COMPILE_WARNING)
-    added = warnings.filters[0]
-
-    def undo() -> None:
-        if added in warnings.filters:
-            warnings.filters.remove(added)  # type: ignore[attr-defined]
-            warnings._filters_mutated()  # type: ignore[attr-defined]
-
-    undos.append(undo)

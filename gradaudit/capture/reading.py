@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,27 +11,30 @@ from gradaudit.capture.recorder import HostCopy
 from gradaudit.capture.statistic import dense_values
 
 
+MAX_NODES = 64
+"""Nodes searched for outputs of scaler.scale: a sum of losses is that deep, what lies below is the model."""
+
+
 def next_sequence() -> int:
     """The number the next autograd node of this thread will get."""
-    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+    return int(torch._C._autograd._get_sequence_nr())
 
 
-def descends_from(node: Any, sequences: Container[int]) -> bool:
-    """Whether a node is, or within a few operations uses, an output of scaler.scale."""
-    if not sequences:
-        return False
-    frontier = [node]
-    for _ in range(4):
-        following = []
-        for entry in frontier:
-            if entry is None:
-                continue
-            number = getattr(entry, "_sequence_nr", None)
-            if callable(number) and number() in sequences:
-                return True
-            following += [producer for producer, _ in entry.next_functions]
-        frontier = following[:16]
-    return False
+def descends_from(roots: Sequence[torch.Tensor], sequences: Collection[int]) -> list[int]:
+    """Which of the outputs of scaler.scale backward is called on, directly or within a few operations of their sum."""
+    found: list[int] = []
+    nodes: list[Any] = [root.grad_fn for root in roots] if sequences else []
+    seen = set(nodes)
+    for node in nodes:  # grows while it is walked
+        number = getattr(node, "_sequence_nr", None)
+        if callable(number) and number() in sequences:
+            found.append(number())
+            continue
+        producers = dict.fromkeys(producer for producer, _ in getattr(node, "next_functions", ()))
+        fresh = [producer for producer in producers if producer not in seen]
+        nodes += fresh[: max(MAX_NODES - len(nodes), 0)]
+        seen.update(fresh)
+    return found
 
 
 def floating_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
@@ -72,10 +75,9 @@ def _magnitudes(values: torch.Tensor) -> torch.Tensor:
 def layer_weight(module: torch.nn.Module) -> tuple[torch.nn.Parameter | None, int]:
     """The matrix that a module multiplies its first input with, and how many inputs go into one output."""
     # not by attribute: a parametrized weight is computed when it is looked at, and may change with every look
-    weight = module._parameters.get("weight")
-    if weight is None:
-        weight = module._parameters.get("in_proj_weight")
-    if weight is None or weight.dim() < 2 or weight.numel() == 0:
+    params = module._parameters
+    weight = next((params[name] for name in ("weight", "in_proj_weight") if name in params), None)
+    if not isinstance(weight, torch.nn.Parameter) or weight.dim() < 2 or weight.numel() == 0:
         return None, 0
     num_outputs = getattr(module, "out_channels", weight.shape[0])
     return weight, weight.numel() // max(int(num_outputs), 1)

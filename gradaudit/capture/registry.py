@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from numbers import Real
 from typing import Any
 
 import torch
@@ -40,7 +43,8 @@ class Registry:
         self._tensors: dict[Key, TensorEntry] = {}
         self._optimizers: list[dict[str, Any]] = []
         self._optimizer_ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._slots: dict[int, dict[int, int]] = {}
+        self._slots: dict[int, dict[int, tuple[int, TensorEntry]]] = {}
+        self._strays: dict[int, tuple[weakref.ref[Any], TensorEntry]] = {}
         self._scalers: list[dict[str, Any]] = []
         self._scaler_ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -66,18 +70,22 @@ class Registry:
             entry = self._tensors[key] = TensorEntry(len(self._tensors), kind, name, module, op, exact, trainable)
         return entry
 
-    def param(self, param: torch.Tensor) -> TensorEntry:
-        """The entry of a parameter's gradient."""
+    def param(self, param: torch.Tensor) -> TensorEntry | None:
+        """The entry of a parameter's gradient, None for a leaf that no module or optimizer is known to hold."""
         name = self._names.param(param)
-        if name is None:
-            name = self._names.name_param(param, f"parameter {len(self._tensors)}")
-        entry = self.tensor(("param", name), "param_grad", name, "", trainable=param.requires_grad)
-        if not entry.shape:
-            entry.shape = tuple(param.shape)
+        if name is not None:
+            return self._param_entry(name, param)
+        optimizer, entry = self._strays.get(id(param), (None, None))
+        return entry if optimizer is not None and optimizer() is not None else None
+
+    def _param_entry(self, name: Name, param: torch.Tensor) -> TensorEntry:
+        entry = self.tensor(("param", name), "param_grad", name, "", trainable=False)
+        entry.shape = entry.shape or tuple(param.shape)
+        entry.trainable = entry.trainable or param.requires_grad  # layers may be unfrozen on the way
         return entry
 
     def optimizer(self, optimizer: Any) -> int:
-        """The identity of an optimizer; its parameters are named with it."""
+        """The identity of an optimizer; its settings are read at its first sight."""
         identity = self._optimizer_ids.get(optimizer)
         if identity is None:
             identity = self._optimizer_ids[optimizer] = len(self._optimizers)
@@ -93,24 +101,34 @@ class Registry:
                 }
             )
             self._slots[identity] = {}
-            self.param_slots(optimizer)
         return identity
 
-    def param_slots(self, optimizer: Any) -> list[tuple[int, torch.Tensor]]:
-        """An optimizer's parameters, each with its position in run.json's list; parameters added later come last."""
-        slots = self._slots[self._optimizer_ids[optimizer]]
-        listed = self._optimizers[self._optimizer_ids[optimizer]]["params"]
+    def param_slots(self, optimizer: Any) -> list[tuple[int, torch.Tensor, TensorEntry]]:
+        """An optimizer's parameters, each with its position in run.json's list; parameters added later come last.
+
+        Not asked for before the first step: `zero_grad` comes before the first forward, when no name is known yet.
+        """
+        identity = self.optimizer(optimizer)
+        slots = self._slots[identity]
+        listed = self._optimizers[identity]["params"]
         found = []
         for group_index, group in enumerate(optimizer.param_groups):
             for index, param in enumerate(group["params"]):
-                slot = slots.get(id(param))
-                if slot is None:
-                    if self._names.param(param) is None:
-                        self._names.name_param(param, f"{type(optimizer).__name__}.{group_index}.{index}")
-                    slot = slots[id(param)] = len(slots)
-                    listed.append(self.param(param).id)
-                found.append((slot, param))
+                known = slots.get(id(param))
+                if known is None:
+                    entry = self.param(param) or self._stray(optimizer, f"{group_index}.{index}", param)
+                    known = slots[id(param)] = (len(slots), entry)
+                    listed.append(entry.id)
+                found.append((known[0], param, known[1]))
         return sorted(found, key=lambda entry: entry[0])
+
+    def _stray(self, optimizer: Any, place: str, param: torch.Tensor) -> TensorEntry:
+        identity, label = self.optimizer(optimizer), type(optimizer).__name__
+        if any(entry["class"] == label for entry in self._optimizers[:identity]):
+            label = f"{label}_{identity}"
+        entry = self._param_entry(Name(None, f"{label}.{place}"), param)
+        self._strays[id(param)] = (weakref.ref(optimizer), entry)
+        return entry
 
     def param_ids(self, optimizer: int) -> list[int]:
         """Tensor ids of an optimizer's parameters, by position."""
@@ -129,9 +147,9 @@ class Registry:
             entry: dict[str, Any] = {"id": identity, "class": type(scaler).__name__, "enabled": scaler.is_enabled()}
             if scaler.is_enabled():
                 entry |= {
-                    "init_scale": float(scaler._init_scale),
-                    "growth_factor": float(scaler.get_growth_factor()),
-                    "backoff_factor": float(scaler.get_backoff_factor()),
+                    "init_scale": _setting(scaler._init_scale),
+                    "growth_factor": _setting(scaler.get_growth_factor()),
+                    "backoff_factor": _setting(scaler.get_backoff_factor()),
                     "growth_interval": int(scaler.get_growth_interval()),
                     # a tracker above zero before the first scale() came from a checkpoint
                     "loaded": bool(scaler._init_growth_tracker),
@@ -175,4 +193,10 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _plain_number(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
+    """None for a tensor, which would have to be waited for, and for what JSON has no word for."""
+    return float(value) if isinstance(value, Real) and math.isfinite(value) else None
+
+
+def _setting(value: Any) -> float:
+    """A scaler's setting; infinity as the largest number there is, since JSON has no word for it."""
+    return min(float(value), sys.float_info.max)

@@ -27,7 +27,6 @@ def compare(directory_a: Path, directory_b: Path, format_name: str) -> None:
     from gradaudit.analysis.audit import audit
     from gradaudit.analysis.compare import compare as compare_reports
     from gradaudit.reporters.json_ import dumps
-    from gradaudit.reporters.layout import to_string
     from gradaudit.store import open_run
 
     runs = [open_run(directory) for directory in (directory_a, directory_b)]
@@ -35,8 +34,14 @@ def compare(directory_a: Path, directory_b: Path, format_name: str) -> None:
     if format_name == "json":
         emit(dumps(comparison.to_dict()))
         return
-    options = terminal_options()
-    emit(to_string(_lines(comparison, options["width"]), colour=options["colour"]))
+    emit(as_text(comparison, **terminal_options()))
+
+
+def as_text(comparison: Comparison, *, width: int, colour: bool) -> str:
+    """A comparison for people: the runs side by side, the findings, the largest changes of SQNR."""
+    from gradaudit.reporters.layout import to_string
+
+    return to_string(_lines(comparison, width), colour=colour)
 
 
 def _lines(comparison: Comparison, width: int) -> list[Text]:

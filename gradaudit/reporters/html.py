@@ -122,7 +122,7 @@ def _recommendation(report: AuditReport, recommendation: Recommendation) -> dict
     scale = report.run.scale_last
     return {
         "advice": advice(recommendation),
-        "settings": setting_rows(recommendation) if recommendation.precision != "bf16" else [],
+        "settings": setting_rows(recommendation) if recommendation.precision == "fp16" else [],
         "effects": effect_rows(recommendation),
         "change_needed": recommendation.change_needed,
         "window": window_words(recommendation.window),

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from typing import Any
 
-from gradaudit.analysis.report import AuditReport
+from gradaudit.analysis.report import AuditReport, plain
 
 
 def render(report: AuditReport) -> str:
@@ -17,14 +16,4 @@ def render(report: AuditReport) -> str:
 
 def dumps(body: Mapping[str, Any]) -> str:
     """Strict JSON of plain data, one key a line; ends with a line break."""
-    return json.dumps(_strict(body), allow_nan=False, indent=1) + "\n"
-
-
-def _strict(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _strict(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_strict(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
-    return value
+    return json.dumps(plain(dict(body)), allow_nan=False, indent=1) + "\n"

@@ -95,10 +95,9 @@ def _finding(finding: Finding) -> list[str]:
 def _recommendation(report: AuditReport, recommendation: Recommendation) -> list[str]:
     blocks = ["### Recommendation", f"**{escaped(advice(recommendation))}**"]
     if recommendation.change_needed:
-        if recommendation.precision != "bf16":
-            blocks.append(
-                _table(("setting", "use"), [(code(name), value) for name, value in setting_rows(recommendation)])
-            )
+        if recommendation.precision == "fp16":
+            rows = [(code(name), now, use) for name, now, use in setting_rows(recommendation)]
+            blocks.append(_table(("setting", "now", "use"), rows))
         blocks.append(_table(("on this run", "now", "predicted"), effect_rows(recommendation)))
     window = window_words(recommendation.window)
     position = scale_position(recommendation.window, report.run.scale_last)

@@ -86,14 +86,27 @@ def advice(recommendation: Recommendation) -> str:
     return "change the scaler's settings" if recommendation.change_needed else "keep the scaler's settings"
 
 
-def setting_rows(recommendation: Recommendation) -> list[tuple[str, str]]:
-    """The scaler settings to use, as (name, value)."""
+def setting_rows(recommendation: Recommendation) -> list[tuple[str, str, str]]:
+    """The scaler settings in force and the ones to use, as (name, now, use)."""
+    now = recommendation.current_settings
     return [
-        ("init_scale", format_scale(recommendation.init_scale)),
-        ("growth_interval", plural(recommendation.growth_interval, "step")),
-        ("growth_factor", format_number(recommendation.growth_factor)),
-        ("backoff_factor", format_number(recommendation.backoff_factor)),
-        ("min_scale", format_scale(recommendation.min_scale)),
+        ("init_scale", format_scale(now.init_scale) if now else "-", format_scale(recommendation.init_scale)),
+        (
+            "growth_interval",
+            plural(now.growth_interval, "step") if now else "-",
+            plural(recommendation.growth_interval, "step"),
+        ),
+        (
+            "growth_factor",
+            format_number(now.growth_factor) if now else "-",
+            format_number(recommendation.growth_factor),
+        ),
+        (
+            "backoff_factor",
+            format_number(now.backoff_factor) if now else "-",
+            format_number(recommendation.backoff_factor),
+        ),
+        ("min_scale", "-", format_scale(recommendation.min_scale)),
     ]
 
 

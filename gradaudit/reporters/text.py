@@ -102,10 +102,9 @@ def recommendation_lines(report: AuditReport, recommendation: Recommendation, *,
     first = Text.assemble(("Recommendation", "bold"), "  ")
     lines = paragraph(advice(recommendation), width=width, first=first, indent=first.cell_len)
     if recommendation.change_needed:
-        if recommendation.precision != "bf16":
-            lines += table(setting_rows(recommendation))
+        if recommendation.precision == "fp16":
+            lines += [*table([("setting", "now", "use"), *setting_rows(recommendation)], header=True), Text()]
         lines += [
-            Text(),
             *table([("on this run", "now", "predicted"), *effect_rows(recommendation)], header=True),
             Text(),
         ]

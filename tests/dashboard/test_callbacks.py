@@ -19,7 +19,7 @@ from tests.dashboard.test_state import ODD
 SHAPES: list[Callable[[Path], Path]] = [
     runs.healthy, runs.underflowing, runs.empty, runs.one_step, runs.all_nan, runs.all_zero, runs.hostile,
 ]  # fmt: skip
-WIDE = {"width": "wide", "theme": "light"}
+WIDE = "wide"
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +59,12 @@ def test_every_panel_of_every_shape_of_run_is_shown_without_an_error_card(
 @pytest.mark.parametrize("value", ODD)
 def test_hostile_inputs_change_nothing_and_break_nothing(source: Source, value: Any) -> None:
     key = version(source, "healthy")
-    odd = dict.fromkeys(("sort", "metric", "q", "layer", "from", "to", "width"), value)
+    odd = dict.fromkeys(("sort", "metric", "q", "layer", "from", "to"), value)
 
     for data in (value, odd):
         if isinstance(value, (bytes, float)):
             continue  # cannot arrive in JSON
-        strict(callbacks.show_timeline(source, key, data, data or WIDE, "healthy"))
+        strict(callbacks.show_timeline(source, key, data, value or WIDE, "healthy"))
         strict(callbacks.show_layer(source, key, data, data, "healthy"))
     assert callbacks.show_summary(source, value, value) is no_update
     assert callbacks.show_layer(source, value, {}, {}, value) == (no_update,) * 6

@@ -41,7 +41,6 @@ def test_odd_values_become_the_default_or_a_short_text(value: Any) -> None:
     assert len(view.q) <= state.MAX_TEXT
     assert pin.layer is None or len(pin.layer) <= state.MAX_TEXT
     assert pin.steps in (None, (1, 1))
-    assert state.columns({"width": value}) == state.COLUMNS["medium"]
     assert state.view(value) == View()
     assert state.pin(value) == Pin()
     assert state.columns(value) == state.COLUMNS["medium"]
@@ -51,4 +50,4 @@ def test_known_values_are_taken() -> None:
     assert state.view({"sort": "model", "metric": "zero", "q": "fc"}) == View("model", "zero", "fc")
     assert state.pin({"layer": "a", "from": 9, "to": 3}) == Pin("a", (3, 9))
     assert state.pin({"to": 3}) == Pin(None, (3, 3))
-    assert state.columns({"width": "wide"}) == 900
+    assert state.columns("wide") == 900

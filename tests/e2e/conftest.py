@@ -21,11 +21,11 @@ IGNORED_SCHEMES = ("data", "blob")
 
 @dataclass
 class Watched:
-    """A page and what it did: its addresses on this server, requests to anywhere else, console errors."""
+    """A page and what it did: callbacks asked of the server, requests to anywhere else, console errors."""
 
     page: Page
     url: str
-    requests: list[str] = field(default_factory=list)
+    num_updates: int = 0
     strangers: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
@@ -41,7 +41,9 @@ class Watched:
         parts = urlsplit(url)
         if parts.scheme in IGNORED_SCHEMES:
             return
-        (self.requests if parts.hostname == "127.0.0.1" else self.strangers).append(url)
+        if parts.hostname != "127.0.0.1":
+            self.strangers.append(url)
+        self.num_updates += parts.path == "/_dash-update-component"
 
     def open(self, path: str) -> Page:
         self.page.goto(self.url.rstrip("/") + path)

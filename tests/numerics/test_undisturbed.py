@@ -80,6 +80,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def check(recipe: Recipe, folder: Path, *, every: int, num_steps: int, attach_at: int = 0) -> gradaudit.Run:
+    train(recipe, num_steps=1)  # some of torch's own warnings come once a process
     plain, plain_warnings = train(recipe, num_steps=num_steps)
 
     def attach(training: Training) -> gradaudit.Audit:

@@ -73,24 +73,25 @@
 
   // --- what only the browser knows ---------------------------------------------------------------------------------
 
-  function ui() {
+  const browser = { theme: null, width: null };
+
+  function look() {
     const dark = document.documentElement.dataset.mantineColorScheme === "dark";
     const width = window.innerWidth < NARROW ? "narrow" : window.innerWidth < WIDE ? "medium" : "wide";
     return { theme: dark ? "dark" : "light", width: width };
   }
 
-  let lastUi = null;
-
-  function announceUi() {
-    const now = ui();
-    if (lastUi !== null && !same(now, lastUi)) {
-      lastUi = now;
-      window.dash_clientside.set_props("ui", { data: now });
+  function announce() {
+    for (const [name, value] of Object.entries(look())) {
+      if (browser[name] !== null && browser[name] !== value) {
+        browser[name] = value;
+        window.dash_clientside.set_props(name, { data: value });
+      }
     }
   }
 
-  window.addEventListener("resize", announceUi);
-  new MutationObserver(announceUi).observe(document.documentElement, {
+  window.addEventListener("resize", announce);
+  new MutationObserver(announce).observe(document.documentElement, {
     attributes: true,
     attributeFilter: ["data-mantine-color-scheme"],
   });
@@ -124,12 +125,12 @@
     return shapes;
   }
 
-  function paintTimeline(data, browser, pinned, layer) {
-    if (!data || !browser) {
+  function paintTimeline(data, theme, width, pinned, layer) {
+    if (!data || !width) {
       return [{ data: [], layout: {} }, { display: "none" }];
     }
     const meta = data.meta;
-    const narrow = browser.width === "narrow";
+    const narrow = width === "narrow";
     const layout = { ...data.figure.layout };
     layout.shapes = outline(meta, pinned, layer ? layer.meta.name : null);
     if (narrow) {
@@ -141,7 +142,7 @@
       }
     }
     const traces = data.figure.data.map((trace) =>
-      trace.type === "heatmap" ? { ...trace, colorscale: meta.ramps[browser.theme] } : trace
+      trace.type === "heatmap" ? { ...trace, colorscale: meta.ramps[theme] } : trace
     );
     return [{ data: traces, layout: layout }, { display: "block", height: layout.height + "px" }];
   }
@@ -238,7 +239,7 @@
     return asked === null ? meta.start : Math.min(Math.max(asked, meta.low), meta.high);
   }
 
-  function paintHistogram(data, value, back, search, browser) {
+  function paintHistogram(data, value, back, search, width) {
     if (!data) {
       return [NO(), { display: "none" }].concat(Array(6 + 2 * ZONES).fill(NO()));
     }
@@ -254,7 +255,7 @@
     const limits = limitMarks(meta, k, range);
     layout.shapes = bandShapes(meta, k, range).concat(limits.shapes);
     layout.annotations = layout.annotations.concat(limits.annotations);
-    if (browser && browser.width === "narrow") {
+    if (width === "narrow") {
       limits.annotations.forEach((label, i) => (label.yshift = i % 2 ? 0 : 14)); // side by side they would overlap
       layout.dragmode = false;
       layout.xaxis = { ...layout.xaxis, nticks: 5, dtick: 2 * layout.xaxis.dtick };
@@ -323,9 +324,9 @@
 
   window.dash_clientside = window.dash_clientside || {};
   window.dash_clientside.gradaudit = {
-    ui: function () {
-      lastUi = ui();
-      return lastUi;
+    browser: function () {
+      Object.assign(browser, look());
+      return [browser.theme, browser.width];
     },
     readUrl: readUrl,
     controls: controls,

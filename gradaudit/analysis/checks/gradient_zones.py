@@ -193,7 +193,7 @@ def _overflow_finding(facts: Facts, bad_steps: np.ndarray, scales: np.ndarray) -
         remedy=(
             "Let torch.amp.GradScaler find the scale and skip such steps: without it the optimizer has stepped on inf."
             if without_scaler
-            else "Use the recommended init_scale and let the scaler back off: no fixed scale, no floor above the window."
+            else "Use the recommended init_scale and let the scaler back off: no fixed scale, no high floor."
         ),
     )
 
