@@ -108,7 +108,7 @@ def timeline(
         "margin": {**MARGIN, "l": _label_margin(shown)},
         "xaxis": {
             "anchor": "y" if heat is not None else "y2", "title": {"text": "step", "standoff": 6}, "zeroline": False,
-            "range": _step_range(scale_points, heat), "uirevision": run, "tickformat": ",~f", "showgrid": False,
+            **_whole(_step_range(scale_points, heat)), "uirevision": run, "tickformat": ",~f", "showgrid": False,
             **FRAME,
         },
         "yaxis2": {
@@ -139,9 +139,7 @@ def histogram(exponents: Exponents, *, run: str = "") -> Figure:
         "text": "no element is finite and non-zero", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5,
         "showarrow": False, "font": {"size": 14},
     }  # fmt: skip
-    limits = [FP16.flush_log2 - exponents.scale_log2, FP16.max_exponent + 1 - exponents.scale_log2]
-    low = min([limits[0], *exponent[:1].tolist()]) - 3
-    high = max([limits[1], *(exponent[-1:] + 1).tolist()]) + 3
+    low, high = _exponent_range(exponents)
     texts = [
         f"2^{e} to 2^{e + 1}: {int(n):,} elements ({format_share(float(s))} of all)"
         for e, n, s in zip(exponent, counts, share, strict=True)
@@ -153,7 +151,8 @@ def histogram(exponents: Exponents, *, run: str = "") -> Figure:
         "bargap": 0.08,
         "showlegend": False,
         "xaxis": {
-            "title": {"text": "size of the unscaled gradient", "standoff": 8}, "range": [low, high], "tickprefix": "2^",
+            "title": {"text": "size of the unscaled gradient", "standoff": 8}, **_whole([low, high]),
+            "tickprefix": "2^",
             "tickformat": "d", "zeroline": False, "showgrid": False, "dtick": _dtick(high - low, 8),
         },
         "yaxis": {
@@ -180,6 +179,7 @@ def histogram_meta(exponents: Exponents) -> Figure:
         "shares": [[format_share(n / total) for n in row] for row in exponents.zones.tolist()],
         "widths": [[round(100 * n / total, 2) for n in row] for row in exponents.zones.tolist()],
         "exponents": _shown_exponents(exponents).tolist(),
+        "range": _exponent_range(exponents),
         "limits": fp16_limits(),
         "bands": fp16_bands(),
     }
@@ -258,6 +258,19 @@ def thin_line(points: Sequence[tuple[int, float]], max_points: int = MAX_LINE_PO
 def _shown_exponents(exponents: Exponents) -> np.ndarray:
     present = np.flatnonzero(exponents.counts)
     return np.arange(present[0], present[-1] + 1) + exponents.lowest if len(present) else np.zeros(0, dtype=np.int64)
+
+
+def _exponent_range(exponents: Exponents) -> list[int]:
+    """Exponents to show: all that occur and FP16's limits at the scale in force, with some room."""
+    shown = _shown_exponents(exponents)
+    edges = [FP16.flush_log2 - exponents.scale_log2, FP16.max_exponent + 1 - exponents.scale_log2]
+    edges += [*shown[:1].tolist(), *(shown[-1:] + 1).tolist()]
+    return [min(edges) - 3, max(edges) + 3]
+
+
+def _whole(limits: Sequence[float]) -> Figure:
+    """An axis that shows exactly this until the user zooms; a plain range would undo the zoom whenever it changes."""
+    return {"autorange": True, "autorangeoptions": {"minallowed": limits[0], "maxallowed": limits[1]}}
 
 
 def _base_layout(height: int) -> Figure:

@@ -42,7 +42,7 @@ class HostCopy:
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
             self._host.copy_(tensor, non_blocking=pinned)
             if pinned:
-                self._event = torch.cuda.Event()
+                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 self._event.record(torch.cuda.current_stream(tensor.device))
 
     def numpy(self) -> np.ndarray:
@@ -103,6 +103,8 @@ class Recorder:
                 self.num_dropped += 1
             else:
                 self._num_waiting_samples += 1
+                if self._num_waiting_samples >= MAX_WAITING_SAMPLES // 4:
+                    self._wake.set()
         self._packets.append(packet)
 
     def put_event(self, event: dict[str, Any]) -> None:
@@ -121,6 +123,7 @@ class Recorder:
             while True:
                 closing = self._closing
                 self._wake.wait(0.0 if closing else 0.25)
+                self._wake.clear()
                 self._drain()
                 if closing or time.monotonic() - last_flush >= FLUSH_S:
                     self._writer.meta = self._describe()

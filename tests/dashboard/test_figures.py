@@ -77,7 +77,7 @@ def test_scale_and_heatmap_share_one_step_axis() -> None:
 
     assert trace(figure, "heatmap")["xaxis"] == "x"
     assert "xaxis" not in trace(figure, "scatter")  # plotly's first axis, as well
-    assert figure["layout"]["xaxis"]["range"] == [-0.5, 9.5]
+    assert figure["layout"]["xaxis"]["autorangeoptions"] == {"minallowed": -0.5, "maxallowed": 9.5}
 
 
 @pytest.mark.parametrize("scale", [0.0, math.inf, math.nan, -1.0])

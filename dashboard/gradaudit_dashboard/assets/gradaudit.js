@@ -251,7 +251,7 @@
       writeScaleSoon(k);
     }
     const layout = { ...data.figure.layout };
-    const range = layout.xaxis.range;
+    const range = meta.range;
     const limits = limitMarks(meta, k, range);
     layout.shapes = bandShapes(meta, k, range).concat(limits.shapes);
     layout.annotations = layout.annotations.concat(limits.annotations);
