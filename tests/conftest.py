@@ -19,6 +19,10 @@ RECORDER = "gradaudit-recorder"
 CAPTURE = str(Path("gradaudit") / "capture")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="Write the expected outputs anew, then read the diff.")
+
+
 @pytest.fixture(autouse=True)
 def leave_no_trace() -> Iterator[None]:
     """After each test no hook, wrapper or thread of gradaudit's is left."""

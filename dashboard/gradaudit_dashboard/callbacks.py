@@ -157,7 +157,7 @@ def _clientside(app: Dash) -> None:
     wire(
         "paintTimeline", Output(ids.TIMELINE, "figure"), Output(ids.TIMELINE, "style"),
         Input(ids.TIMELINE_DATA, "data"), Input(ids.THEME, "data"), Input(ids.WIDTH, "data"), Input(ids.PIN, "data"),
-        Input(ids.HISTOGRAM_DATA, "data"), prevent_initial_call=True,
+        Input(ids.HISTOGRAM_DATA, "data"), State(ids.TIMELINE, "figure"), prevent_initial_call=True,
     )  # fmt: skip
     wire(
         "tip", Output(ids.TIMELINE_TIP, "show"), Output(ids.TIMELINE_TIP, "bbox"), Output(ids.TIMELINE_TIP, "children"),
@@ -171,5 +171,5 @@ def _clientside(app: Dash) -> None:
         *(Output(ids.share(zone), "children") for zone in ZONES),
         *(Output(ids.share_bar(zone), "style") for zone in ZONES),
         Input(ids.HISTOGRAM_DATA, "data"), Input(ids.SCALE, "value"), Input(ids.SCALE_BACK, "n_clicks"),
-        Input(ids.URL, "search"), Input(ids.WIDTH, "data"), prevent_initial_call=True,
+        Input(ids.URL, "search"), Input(ids.WIDTH, "data"), State(ids.HISTOGRAM, "figure"), prevent_initial_call=True,
     )  # fmt: skip

@@ -42,7 +42,7 @@ from gradaudit.reporters.words import (
     plural,
     prose,
 )
-from gradaudit_dashboard.figures import NO_VALUE_COLOUR, NOT_SAMPLED_COLOUR, ramp_colour
+from gradaudit_dashboard.colours import NO_VALUE_COLOUR, NOT_SAMPLED_COLOUR, ramp_colour
 from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, share_codes
 from gradaudit_dashboard.source import reason
 
@@ -182,12 +182,15 @@ def _checks(report: AuditReport) -> Any:
     return html.Details([html.Summary(f"{plural(len(report.checks), 'check')}: {said}"), *body], className="checks")
 
 
-def recommendation_card(report: AuditReport, meta: Mapping[str, Any]) -> html.Section:
+def recommendation_card(
+    report: AuditReport, meta: Mapping[str, Any], row_of: Callable[[Place], str | None]
+) -> html.Section:
     """Settings now and recommended, their effect on this run, and the lines to paste.
 
     Args:
         report: The audit.
         meta: run.json, for the device and the scaler's class.
+        row_of: Heatmap row of a place, None where there is none to pin.
     """
     advice = report.recommendation
     if advice is None:
@@ -204,7 +207,9 @@ def recommendation_card(report: AuditReport, meta: Mapping[str, Any]) -> html.Se
         _before_after("effect on this run", "now", "predicted", effect_rows(advice)),
     ]
     pairs: list[tuple[str, Any]] = [("Safe window", window_words(advice.window))]
-    pairs += [(what.capitalize(), clean(name)) for what, name in window_limits(advice.window)]
+    for what, name in window_limits(advice.window):
+        place = Place("tensor", name)
+        pairs.append((what.capitalize(), _place(place, row_of(place))))
     body.append(facts(pairs))
     if advice.reasons:
         body.append(html.Ul([html.Li(prose(text)) for text in advice.reasons], className="reasons"))

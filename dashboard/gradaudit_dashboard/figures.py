@@ -17,8 +17,9 @@ from gradaudit.analysis.zones import NEAR_MAX_BINADES
 from gradaudit.formats import FP16
 from gradaudit.reporters.palette import ZONE_COLOURS
 from gradaudit.reporters.words import clean, format_scale, format_share
+from gradaudit_dashboard.colours import RAMPS, colourscale
 from gradaudit_dashboard.exponents import Exponents
-from gradaudit_dashboard.heat import FINE, METRIC_TABLE, NO_VALUE, NOT_SAMPLED, WORST, Pooled
+from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, Pooled
 
 Figure = dict[str, Any]
 
@@ -32,15 +33,6 @@ GRAPH_CONFIG = {
     "modeBarButtonsToRemove": ["select2d", "lasso2d", "autoScale2d"],
 }
 """Of every graph on every page: nothing may leave this machine."""
-
-RAMPS = {
-    "light": ("#fbe3cd", "#f6a96b", "#d55e00", "#7f1d06"),
-    "dark": ("#46301f", "#9c4a12", "#f0832a", "#ffe3b8"),
-}
-"""Fine to worst; towards dark on a light page and towards light on a dark one, so that the worst always stands out."""
-
-NOT_SAMPLED_COLOUR = "rgba(128,128,128,0.45)"
-NO_VALUE_COLOUR = "rgba(128,128,128,0.16)"
 
 SCALE_HEIGHT = 150
 PANEL_GAP = 34
@@ -151,7 +143,7 @@ def histogram(exponents: Exponents, *, run: str = "") -> Figure:
         "bargap": 0.08,
         "showlegend": False,
         "xaxis": {
-            "title": {"text": "size of the unscaled gradient", "standoff": 8}, **_whole([low, high]),
+            "title": {"text": "size of the unscaled gradient", "standoff": 8}, **_whole([low, high]), "uirevision": run,
             "tickprefix": "2^",
             "tickformat": "d", "zeroline": False, "showgrid": False, "dtick": _dtick(high - low, 8),
         },
@@ -206,28 +198,6 @@ def fp16_bands() -> list[Figure]:
     return [{"zone": zone, "below": upper, "colour": ZONE_COLOURS[zone]} for zone, upper in uppers.items()]
 
 
-def ramp_colour(theme: str, position: float) -> str:
-    """The heatmap's colour at a place from 0 (just noticed) to 1 (worst)."""
-    stops = [tuple(int(stop[i : i + 2], 16) for i in (1, 3, 5)) for stop in RAMPS[theme]]
-    place = min(max(position, 0.0), 1.0) * (len(stops) - 1)
-    left = min(int(place), len(stops) - 2)
-    mixed = (round(a + (b - a) * (place - left)) for a, b in zip(stops[left], stops[left + 1], strict=True))
-    return f"rgb({','.join(str(channel) for channel in mixed)})"
-
-
-def colourscale(metric: str, theme: str) -> list[list[Any]]:
-    """Plotly colour scale over the codes 0 to 255: greys for no data, nothing where fine, then the ramp."""
-    clear = "rgba(0,0,0,0)"
-    scale: list[list[Any]] = []
-    for code, colour in ((NOT_SAMPLED, NOT_SAMPLED_COLOUR), (NO_VALUE, NO_VALUE_COLOUR), (FINE, clear)):
-        scale += [[max(code - 0.5, 0) / WORST, colour], [(code + 0.5) / WORST, colour]]
-    levels = np.unique(np.append(np.arange(FINE + 1, WORST, 12), WORST))
-    ramp = METRIC_TABLE[metric].ramp(levels)
-    scale.append([(FINE + 0.5) / WORST, ramp_colour(theme, float(ramp[0]))])
-    scale += [[int(level) / WORST, ramp_colour(theme, float(at))] for level, at in zip(levels, ramp, strict=True)]
-    return scale
-
-
 def short(name: str, length: int) -> str:
     """An escaped name in at most `length` characters: `model.layers.0.mlp` becomes `m.layers.0.mlp`, `m.l.0.mlp`.
 
@@ -269,7 +239,7 @@ def _exponent_range(exponents: Exponents) -> list[int]:
 
 
 def _whole(limits: Sequence[float]) -> Figure:
-    """An axis that shows exactly this until the user zooms; a plain range would undo the zoom whenever it changes."""
+    """An axis that shows exactly this until the user zooms, which sets autorange to false."""
     return {"autorange": True, "autorangeoptions": {"minallowed": limits[0], "maxallowed": limits[1]}}
 
 

@@ -34,7 +34,12 @@ KIND_WORDS = {
     "param_grad": "gradient of a parameter",
 }
 
-PLACE_KINDS = {"module": ("output_grad", "op_grad"), "param": ("param_grad",), "op": ("op_grad", "output_grad")}
+PLACE_KINDS = {
+    "module": ("output_grad", "op_grad"),
+    "param": ("param_grad",),
+    "op": ("op_grad", "output_grad"),
+    "tensor": ("output_grad", "op_grad", "param_grad"),
+}
 """Which kinds of tensor a finding's place can mean, best first."""
 
 MAX_CHOICES = 5000
@@ -47,12 +52,16 @@ def summary(loaded: Loaded) -> list[Any]:
         report = loaded.report
     except Exception as error:
         return [error_card("The audit", error)]
+
+    def find(place: Place) -> str | None:
+        return row_of(place, loaded)
+
     return [
         guarded("The verdict", lambda: verdict_card(report)),
         html.Div(
             [
-                guarded("The findings", lambda: findings_card(report, lambda place: row_of(place, loaded))),
-                guarded("The recommendation", lambda: recommendation_card(report, loaded.run.meta)),
+                guarded("The findings", lambda: findings_card(report, find)),
+                guarded("The recommendation", lambda: recommendation_card(report, loaded.run.meta, find)),
             ],
             className="columns",
         ),

@@ -31,8 +31,8 @@ from gradaudit_dashboard.heat import METRIC_TABLE, Matrix, build_matrix
 
 T = TypeVar("T")
 
-MAX_LOADED = 4
-"""Runs kept in memory: what a person has open in tabs."""
+MAX_LOADED = 2
+"""Runs kept in memory: one to look at and one beside it; a large one holds all its histograms."""
 
 IDLE_FACTOR = 4
 """A live run is analysed again at the earliest after this many times what the last analysis took: the run that is being

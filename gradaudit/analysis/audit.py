@@ -162,6 +162,8 @@ def layer_rows(analysis: Analysis, found_windows: Windows) -> tuple[LayerRow, ..
         info = analysis.tensors[t]
         if t in casts.values():
             continue  # shown as its parameter's row
+        if analysis.ran_fp16 and not analysis.touched[t]:
+            continue  # between the loss and the first FP16 gradient: FP16's zones do not apply
         computed = casts.get(t, t)
         mine = analysis.rows_of(t)
         used = mine if len(mine) else analysis.rows_of(t, applied_only=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import sys
@@ -48,9 +49,9 @@ class Audit:
         force: bool,
         apply: ScalerSettings | None = None,
     ) -> None:
+        self.path = path
         if _attached:
             raise CaptureError(f"gradaudit already records to {_attached[0].path}; close that recording first.")
-        self.path = path
         self._ended: str | None = None
         self._exception: dict[str, Any] | None = None
         self._pid = os.getpid()
@@ -76,10 +77,13 @@ class Audit:
         self._writer = RunWriter(path, rank=rank, meta=self._auditor.describe(), force=force)
         self._recorder = Recorder(self._writer, self._describe)
         self._auditor.start(self._recorder)
+        self._unapply = None
         try:
             self._unapply = apply_to_new_scalers(apply) if apply is not None else None
             self._uninstall = install(self._auditor)
         except BaseException:
+            if self._unapply is not None:
+                self._unapply()
             self._recorder.close()
             raise
         _attached.append(self)
@@ -119,6 +123,7 @@ class Audit:
         if self._recorder.error is not None:
             self._auditor.fail(self._recorder.error)
             self._leave_a_note()
+        self._auditor.off = True  # for wrappers that somebody else has wrapped, and that stay
 
     def report(self) -> AuditReport:
         """Close the recording and audit the run.
@@ -150,8 +155,8 @@ def attach(
     out: str | os.PathLike[str] | None = None,
     every: int = 10,
     budget: float | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
+    include: str | Sequence[str] = (),
+    exclude: str | Sequence[str] = (),
     force: bool = False,
 ) -> Audit:
     """Record the training that follows, until the returned object is closed.
@@ -181,12 +186,18 @@ def attach(
 
     Sync: none.
     """
-    settings = CaptureSettings(every=every, budget=budget, include=tuple(include), exclude=tuple(exclude))
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; pass the torch.nn.Module that is trained.")
+    settings = CaptureSettings(every=every, budget=budget, include=_patterns(include), exclude=_patterns(exclude))
     path = Path(out) if out is not None else default_folder(sys.argv[0] if sys.argv else "")
     audit = Audit(path, settings, argv=[shorten(arg) if os.path.isabs(arg) else arg for arg in sys.argv], force=force)
     audit.add_root(model)
     audit._auditor.introduce(optimizer, scaler)
     return audit
+
+
+def _patterns(globs: str | Sequence[str]) -> tuple[str, ...]:
+    return (globs,) if isinstance(globs, str) else tuple(globs)
 
 
 def _describe_settings(settings: ScalerSettings | None) -> dict[str, float] | None:
@@ -218,6 +229,14 @@ def _after_fork() -> None:
         audit = _attached.pop()
         audit._auditor.off = True
 
+
+def _at_exit() -> None:
+    # a script that never closes its recording has still recorded up to its end
+    for audit in list(_attached):
+        audit.close(getattr(sys, "last_value", None))
+
+
+atexit.register(_at_exit)
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 
 from gradaudit.capture.calls import CallLog
 from gradaudit.capture.graph import GradientPlace, Marks, Walk, hook_graph
+from gradaudit.capture.guard import guarded, one_line, warn_once
 from gradaudit.capture.names import LOSS, Name, Names
 from gradaudit.capture.reading import (
     descends_from,
@@ -32,16 +29,12 @@ from gradaudit.capture.reading import (
     mean,
     mean_square,
     next_sequence,
-    stack_rows,
-    stack_scalars,
 )
-from gradaudit.capture.recorder import Packet, Recorder, SampledTensors
+from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.registry import Registry, TensorEntry
 from gradaudit.capture.settings import CaptureSettings, Sampler
 from gradaudit.capture.statistic import tensor_row
-from gradaudit.capture.steps import OpenStep, Window, copy_of, step_row
-
-_Method = TypeVar("_Method", bound=Callable[..., Any])
+from gradaudit.capture.steps import OpenStep, Window, copy_of, make_packet
 
 NUM_SCALED_OUTPUTS = 256
 """Outputs of scaler.scale remembered by sequence number; a step makes one per loss and micro-step."""
@@ -54,26 +47,6 @@ class _Running:
     name: Name
     module_class: str
     module: torch.nn.Module
-
-
-def _guarded(method: _Method) -> _Method:
-    """A failure inside gradaudit turns capture off, and the user's training goes on; the time spent is counted."""
-
-    @wraps(method)
-    def call(self: Auditor, *args: Any, **kwargs: Any) -> Any:
-        if self.off:
-            return None
-        start, before = time.perf_counter(), self._cost_s
-        try:
-            return method(self, *args, **kwargs)
-        except Exception as error:
-            self.fail(error)
-            return None
-        finally:
-            # nested calls have added their share already; the outer one's includes it
-            self._cost_s = before + time.perf_counter() - start
-
-    return call  # type: ignore[return-value]
 
 
 class Auditor:
@@ -93,7 +66,7 @@ class Auditor:
         self._recorder: Recorder | None = None
         self._thread = threading.get_ident()
         self._started = self._last_close = time.perf_counter()
-        self._cost_s = self._cost_at_close_s = 0.0
+        self.cost_s = self._cost_at_close_s = 0.0
         self._step = 0
         self._sampling = True
         self._window = Window()
@@ -114,7 +87,7 @@ class Auditor:
         """Begin to hand over rows."""
         self._recorder = recorder
 
-    @_guarded
+    @guarded
     def introduce(self, optimizer: Any, scaler: Any) -> None:
         """Note an optimizer and a scaler before their first use. Sync: none."""
         if scaler is not None:
@@ -130,21 +103,13 @@ class Auditor:
         self._window, self._shared_window = Window(), Window()
         self._open.clear()
         self._running.clear()
-        reason = next(iter(str(error).strip().splitlines()), "")[:200].rstrip(". ")
-        text = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-        self._errors.append(f"capture stopped at step {self._step}: {text}")
-        try:
-            warnings.warn(
-                f"gradaudit stopped recording at step {self._step} ({text}); training goes on unobserved.",
-                RuntimeWarning,
-                stacklevel=4,
-            )
-        except RuntimeWarning:
-            pass  # the user turns warnings into errors; the run tells
+        reason = one_line(error)
+        self._errors.append(f"capture stopped at step {self._step}: {reason}")
+        warn_once(self._step, reason)
 
     # Forward
 
-    @_guarded
+    @guarded
     def on_forward_start(self, module: torch.nn.Module) -> None:
         """A module's forward begins. Sync: none."""
         if threading.get_ident() != self._thread:
@@ -164,7 +129,7 @@ class Auditor:
             self._running.append(_Running(name, type(module).__name__, module))
             self._marks.mark(next_sequence(), name, type(module).__name__)
 
-    @_guarded
+    @guarded
     def on_forward_end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over, even when it raised. Sync: none."""
         if threading.get_ident() != self._thread:
@@ -203,7 +168,7 @@ class Auditor:
 
     # Loss and backward
 
-    @_guarded
+    @guarded
     def on_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
         """`scaler.scale` returned. Sync: none."""
         self._event("scaler.scale", scaler=scaler)
@@ -215,7 +180,7 @@ class Auditor:
         while len(self._scaled_losses) > NUM_SCALED_OUTPUTS:
             del self._scaled_losses[next(iter(self._scaled_losses))]
 
-    @_guarded
+    @guarded
     def on_backward_start(self, tensors: Any) -> Walk | None:
         """`backward` was called on these tensors. Sync: none."""
         roots = [tensor for tensor in floating_tensors(tensors) if tensor.grad_fn is not None]
@@ -242,7 +207,7 @@ class Auditor:
         if walk is not None:
             walk.remove()
 
-    @_guarded
+    @guarded
     def _on_gradient(self, place: GradientPlace, grad: torch.Tensor) -> None:
         if self._sampling and not self._window.full and self._registry.wanted(place.name):
             entry = self._registry.tensor(
@@ -253,7 +218,7 @@ class Auditor:
 
     # The optimizer boundary
 
-    @_guarded
+    @guarded
     def on_unscale(self, scaler: Any, optimizer: Any) -> None:
         """`scaler.unscale_` is about to divide the gradients. Sync: none."""
         if scaler.is_enabled():
@@ -261,7 +226,7 @@ class Auditor:
             if id(optimizer) not in self._open:
                 self._open_step(optimizer, scaler)
 
-    @_guarded
+    @guarded
     def on_scaler_step_start(self, scaler: Any, optimizer: Any) -> None:
         """`scaler.step` was called. Sync: none."""
         if scaler.is_enabled():
@@ -271,14 +236,14 @@ class Auditor:
                 self._open_step(optimizer, scaler)
             self._stepping.add(id(optimizer))
 
-    @_guarded
+    @guarded
     def on_scaler_step_end(self, scaler: Any, optimizer: Any, *, raised: bool) -> None:
         """`scaler.step` returned or raised. Sync: none."""
         self._stepping.discard(id(optimizer))
         if scaler.is_enabled() and id(optimizer) in self._open:
             self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=raised)
 
-    @_guarded
+    @guarded
     def on_update(self, scaler: Any) -> None:
         """`scaler.update` was called; the scale it holds is still the old one. Sync: none."""
         if not scaler.is_enabled():
@@ -292,13 +257,13 @@ class Auditor:
                 self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=True)
         self._num_updates[identity] = self._num_updates.get(identity, 0) + 1
 
-    @_guarded
+    @guarded
     def on_load_state(self, scaler: Any) -> None:
         """`scaler.load_state_dict` returned. Sync: none."""
         self._event("scaler.load_state_dict", scaler=scaler)
         self._registry.mark_loaded(scaler)
 
-    @_guarded
+    @guarded
     def on_optimizer_start(self, optimizer: Any, *, has_closure: bool) -> None:
         """`optimizer.step` begins, called by the scaler or by the script. Sync: none."""
         if id(optimizer) in self._stepping:
@@ -310,7 +275,7 @@ class Auditor:
         if not has_closure and id(optimizer) not in self._open:
             self._open_step(optimizer, None)
 
-    @_guarded
+    @guarded
     def on_optimizer_end(self, optimizer: Any) -> None:
         """`optimizer.step` returned. Sync: none."""
         if id(optimizer) in self._stepping:
@@ -319,17 +284,17 @@ class Auditor:
             self._open_step(optimizer, None)  # a closure computed the gradients inside the step
         self._close_step(optimizer, found=[])
 
-    @_guarded
+    @guarded
     def on_call(self, name: str, *, optimizer: Any = None, detail: str | None = None) -> None:
         """Any other call of the call-order log. Sync: none."""
         self._event(name, optimizer=optimizer, scaled=self._gradients_scaled, detail=detail)
 
-    @_guarded
+    @guarded
     def on_autocast(self, device: str, dtype: str, enabled: bool) -> None:
         """An autocast region was entered. Sync: none."""
         self._calls.autocast(device, dtype, enabled=enabled)
 
-    @_guarded
+    @guarded
     def close_open_steps(self) -> None:
         """End of recording: attempts that were never finished are kept as such. Sync: none."""
         for optimizer in self._registry.known_optimizers():
@@ -361,42 +326,26 @@ class Auditor:
         window = self._window
         # a second optimizer stepping on the same backward shares what was seen of it
         seen = window if window.num_backward else self._shared_window
-        groups = [opened.scale, opened.tracker, found, seen.losses, seen.inputs, opened.amax]
         step = {
             "step": self._step,
             "time_s": time.perf_counter() - self._started,
-            "optimizer": opened.optimizer,
-            "scaler": opened.scaler,
             "update": None if opened.scaler is None else self._num_updates.get(opened.scaler, 0),
-            "num_micro_steps": seen.num_backward,
-            "sampled": bool(window.rows),
-            "scaled": opened.scaled,
-            "present": opened.present,
             "params": self._registry.param_ids(opened.optimizer),
             "given_up": given_up,
         }
-        sizes = [len(group) for group in groups]
-
-        def finish(values: np.ndarray) -> dict[str, Any]:
-            return step_row(step, sizes, values)
-
         assert self._recorder is not None
         if self._recorder.error is not None:
             self.fail(self._recorder.error)
             return
-        samples = None
-        if window.rows:
-            gains = stack_scalars(window.gains)
-            samples = SampledTensors(window.columns, stack_rows(window.rows), window.gain_tensors, gains)
-        self._recorder.put(Packet(stack_scalars([value for group in groups for value in group]), finish, samples))
+        self._recorder.put(make_packet(step, opened, seen, window, found))
         self._next_step(overflowed=known_on_host(found))
 
     def _next_step(self, *, overflowed: bool) -> None:
         now = time.perf_counter()
         self._sampler.measured(
-            self._cost_s - self._cost_at_close_s, now - self._last_close, sampled=bool(self._window.rows)
+            self.cost_s - self._cost_at_close_s, now - self._last_close, sampled=bool(self._window.rows)
         )
-        self._last_close, self._cost_at_close_s = now, self._cost_s
+        self._last_close, self._cost_at_close_s = now, self.cost_s
         self._step += 1
         was_sampling = self._sampling
         self._sampling = self._sampler.next(self._step, self._registry.num_optimizers, overflowed=overflowed)
@@ -446,7 +395,7 @@ class Auditor:
             "errors": list(self._errors),
             "drops": {"sampled_steps": self._recorder.num_dropped if self._recorder is not None else 0},
             "cost": {
-                "recording_s": round(self._cost_s, 3),
+                "recording_s": round(self.cost_s, 3),
                 "wall_s": round(time.perf_counter() - self._started, 3),
                 "every": self._sampler.every,
             },

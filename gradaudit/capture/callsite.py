@@ -84,8 +84,8 @@ def _local_variables(frame: FrameType) -> dict[str, Any]:
     looked_at = frame.f_locals
     variables = dict(looked_at)
     # before Python 3.13 a function's locals, once looked at, are kept alive in a dict of the frame's until the function
-    # returns, the first batch of a whole training among them. It is emptied, unless the user holds it too, who has called
-    # locals() then: two references are the frame's and ours, the third is getrefcount's own
+    # returns, the first batch of a whole training among them. It is emptied, unless the user holds it too after a call
+    # of locals(): two references are the frame's and ours, the third is getrefcount's own
     is_function = frame.f_code.co_flags & inspect.CO_OPTIMIZED
     if is_function and isinstance(looked_at, dict) and sys.getrefcount(looked_at) <= 3:
         looked_at.clear()

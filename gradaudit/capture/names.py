@@ -1,8 +1,9 @@
 """Names of modules and parameters, found without being told the model.
 
 Every module called from outside any other is a root. Names are torch's own, relative to the root; where a run has
-several roots (a GAN, an encoder beside a decoder) each is prefixed with the variable that holds it. A root that turns out to be
-part of a larger one takes that one's names, so names are put together when they are written, not when they are first seen.
+several roots with parameters (a GAN, an encoder beside a decoder) each is prefixed with the variable that holds it. A
+root that turns out to be part of a larger one takes that one's names, so names are put together when they are written,
+not when they are first seen.
 
 Nothing here refers to a parameter, not even weakly: torch refuses to swap a tensor that has weak references.
 """

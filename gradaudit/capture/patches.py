@@ -1,8 +1,8 @@
 """Hooks and wrapped calls of torch itself, put on by `install` and taken off without a trace.
 
-Modules and optimizers are seen through torch's global hooks. The calls that have none are wrapped where they live: methods
-on their class, so that it does not matter when a script imported the class, functions in their modules. Nothing is ever
-put on a user's object.
+Modules and optimizers are seen through torch's global hooks. The calls that have none are wrapped where they live:
+methods on their class, so that it does not matter when a script imported the class, functions in their modules. Nothing
+is ever put on a user's object.
 
 Compiled code is left alone: under a trace the hooks are constants that do nothing, so no graph breaks and no number
 changes.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.optim import optimizer as optim_optimizer
 from gradaudit.capture.auditor import Auditor
 
 Undo = Callable[[], object]
+
 
 def install(auditor: Auditor) -> Undo:
     """Put every hook and wrapper on; the returned function takes them off again, latest first."""
@@ -87,10 +88,15 @@ def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
     _replace(nn_module, "_has_any_global_hook", any_others, undos)
 
 
-def _hook_tables() -> list[Any]:
-    forward = [nn_module._global_forward_hooks_always_called, nn_module._global_forward_hooks_with_kwargs]
-    forward += [nn_module._global_forward_pre_hooks, nn_module._global_forward_hooks]
-    return [*forward, nn_module._global_backward_pre_hooks, nn_module._global_backward_hooks]
+def _hook_tables() -> tuple[Mapping[int, Any], ...]:
+    return (
+        nn_module._global_forward_pre_hooks,
+        nn_module._global_forward_hooks,
+        nn_module._global_forward_hooks_always_called,
+        nn_module._global_forward_hooks_with_kwargs,
+        nn_module._global_backward_pre_hooks,
+        nn_module._global_backward_hooks,
+    )
 
 
 def _in_a_transform() -> bool:
@@ -106,7 +112,8 @@ def _in_a_transform() -> bool:
 
 def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        has_closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[:1])
+        # the optimizer itself is among the arguments
+        has_closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[:2])
         auditor.on_optimizer_start(optimizer, has_closure=has_closure)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -117,7 +124,7 @@ def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
 
 
 def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
-    base = torch.amp.grad_scaler.GradScaler
+    base: Any = torch.amp.grad_scaler.GradScaler
     depth = {"now": 0}  # an overriding method calls the one it overrides: only the outer call counts
 
     def outermost(original: Any, observe: Callable[..., Any]) -> Any:
@@ -167,22 +174,20 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
             if name in vars(cls):
                 _replace(cls, name, functools.partial(outermost, observe=observe), undos)
 
-    def wrap_subclass(cls: type, **kwargs: Any) -> None:
+    def wrap_subclass(cls: Any, /, **kwargs: Any) -> None:
         super(base, cls).__init_subclass__(**kwargs)
         wrap(cls)
 
     for cls in (base, *_subclasses(base)):
         wrap(cls)
     # FSDP's scaler is imported when it is first needed
-    base.__init_subclass__ = classmethod(wrap_subclass)  # type: ignore[assignment]
+    base.__init_subclass__ = classmethod(wrap_subclass)
     undos.append(lambda: delattr(base, "__init_subclass__"))
 
 
-def _subclasses(cls: type) -> list[type]:
-    found = []
-    for child in cls.__subclasses__():
-        found += [child, *_subclasses(child)]
-    return found
+def _subclasses(cls: Any) -> list[type]:
+    children: list[type] = cls.__subclasses__()
+    return [found for child in children for found in (child, *_subclasses(child))]
 
 
 def _wrap_backward(auditor: Auditor, undos: list[Undo]) -> None:

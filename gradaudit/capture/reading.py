@@ -10,7 +10,6 @@ import torch
 from gradaudit.capture.recorder import HostCopy
 from gradaudit.capture.statistic import dense_values
 
-
 MAX_NODES = 64
 """Nodes searched for outputs of scaler.scale: a sum of losses is that deep, what lies below is the model."""
 
@@ -89,6 +88,7 @@ def largest(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """`largest` of many tensors in one multi-tensor call; 0 where there is no element."""
     flat = []
     for tensor in tensors:
         values = _magnitudes(dense_values(tensor)[0])
@@ -111,6 +111,7 @@ def stack_scalars(values: list[torch.Tensor]) -> list[HostCopy]:
 
 
 def stack_rows(rows: list[torch.Tensor]) -> list[HostCopy]:
+    """Histogram rows as one copy per run of equal devices, in order."""
     copies: list[HostCopy] = []
     start = 0
     for i in range(1, len(rows) + 1):
@@ -121,6 +122,7 @@ def stack_rows(rows: list[torch.Tensor]) -> list[HostCopy]:
 
 
 def found_inf(scaler: Any, optimizer: Any) -> list[torch.Tensor]:
+    """A scaler's verdict on an optimizer's gradients, one value per device; none if it has not looked."""
     state = scaler._per_optimizer_states.get(id(optimizer), {})
     return [found.detach().clone() for found in state.get("found_inf_per_device", {}).values()]
 

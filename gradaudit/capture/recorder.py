@@ -136,7 +136,7 @@ class Recorder:
 
     def _drain(self) -> None:
         steps, samples = [], []
-        while self._packets:
+        for _ in range(len(self._packets)):  # not those that come meanwhile: they might never end
             packet = self._packets.popleft()
             scalars = [copy.numpy() for copy in packet.scalars]
             step = packet.finish(np.concatenate(scalars) if scalars else np.zeros(0))

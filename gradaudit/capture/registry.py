@@ -79,9 +79,8 @@ class Registry:
         return entry if optimizer is not None and optimizer() is not None else None
 
     def _param_entry(self, name: Name, param: torch.Tensor) -> TensorEntry:
-        entry = self.tensor(("param", name), "param_grad", name, "", trainable=False)
+        entry = self.tensor(("param", name), "param_grad", name, "", trainable=param.requires_grad)
         entry.shape = entry.shape or tuple(param.shape)
-        entry.trainable = entry.trainable or param.requires_grad  # layers may be unfrozen on the way
         return entry
 
     def optimizer(self, optimizer: Any) -> int:
@@ -119,6 +118,7 @@ class Registry:
                     entry = self.param(param) or self._stray(optimizer, f"{group_index}.{index}", param)
                     known = slots[id(param)] = (len(slots), entry)
                     listed.append(entry.id)
+                known[1].trainable |= param.requires_grad  # layers may be unfrozen on the way
                 found.append((known[0], param, known[1]))
         return sorted(found, key=lambda entry: entry[0])
 

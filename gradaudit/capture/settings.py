@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 BURST_STEPS = 2
-"""Steps sampled after an overflow: the overflow itself says where, the next clean ones say how far away the limit is."""
+"""Steps sampled after an overflow: the overflow says where, the next clean ones say how far away the limit is."""
 
 FREE_BURST_SAMPLES = 40
 """Enough for a scale that comes down from 2^40; beyond it bursts may not exceed the regular samples in number."""
@@ -22,7 +22,8 @@ class CaptureSettings:
 
     Attributes:
         every: Histograms are taken every this many steps, at least 1.
-        budget: Percent of step time that recording may cost; the interval is lengthened to stay under it. None: no limit.
+        budget: Percent of step time that recording may cost; the interval is lengthened to stay under it. None: no
+            limit.
         include: Only modules and parameters whose fqn matches one of these globs get histograms; empty means all.
         exclude: Those that match one of these do not.
     """
@@ -33,8 +34,8 @@ class CaptureSettings:
     exclude: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every is {self.every}; it must be 1 or more.")
+        if not isinstance(self.every, int) or self.every < 1:
+            raise ValueError(f"every is {self.every}; it must be a whole number, 1 or more.")
         if self.budget is not None and not 0 < self.budget <= 100:
             raise ValueError(f"budget is {self.budget}; it must be above 0 and at most 100 (percent of step time).")
 

@@ -141,7 +141,7 @@ def merge_rows(rows_RW: np.ndarray) -> np.ndarray:
     Returns:
         One row, shape [ROW_WIDTH].
     """
-    merged = rows_RW.sum(axis=0)
+    merged: np.ndarray = rows_RW.sum(axis=0)
     # non-negative floats order like their bits
     merged[_AMAX] = rows_RW[:, _AMAX].max()
     return merged

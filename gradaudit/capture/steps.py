@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from gradaudit.capture.reading import stack_rows, stack_scalars
+from gradaudit.capture.recorder import Packet, SampledTensors
+
 MAX_WINDOW_ROWS = 50_000
-"""Histograms kept on the device for one step, 40 MB. Only a script that runs forward for long without ever stepping, and
+"""Histograms kept on the device for one step, 40 MB. Only a script that runs forward for long without ever stepping,
 with gradients enabled, comes this far; what follows is not needed to describe one step."""
 
 
@@ -52,6 +56,40 @@ def copy_of(scaler: Any, name: str) -> list[torch.Tensor]:
     """A scaler's device value as of now, none if it has none yet. Sync: none."""
     value = getattr(scaler, name, None)
     return [value.detach().clone()] if isinstance(value, torch.Tensor) else []
+
+
+def make_packet(
+    step: dict[str, Any], opened: OpenStep, seen: Window, window: Window, found: list[torch.Tensor]
+) -> Packet:
+    """What the recorder needs of a closed step.
+
+    Args:
+        step: Columns that the auditor keeps count of, the ids of the optimizer's parameters, and whether the script
+            gave the step up.
+        opened: What was read when the step opened.
+        seen: The backward passes it belongs to; another step's window where two optimizers share them.
+        window: What was sampled since the last step closed.
+        found: The scaler's found_inf, one per device.
+
+    Sync: none.
+    """
+    groups = [opened.scale, opened.tracker, found, seen.losses, seen.inputs, opened.amax]
+    sizes = [len(group) for group in groups]
+    step = {
+        **step,
+        "optimizer": opened.optimizer,
+        "scaler": opened.scaler,
+        "num_micro_steps": seen.num_backward,
+        "sampled": bool(window.rows),
+        "scaled": opened.scaled,
+        "present": opened.present,
+    }
+    samples = None
+    if window.rows:
+        gains = stack_scalars(window.gains)
+        samples = SampledTensors(window.columns, stack_rows(window.rows), window.gain_tensors, gains)
+    scalars = stack_scalars([value for group in groups for value in group])
+    return Packet(scalars, partial(step_row, step, sizes), samples)
 
 
 def step_row(step: dict[str, Any], sizes: Sequence[int], values: np.ndarray) -> dict[str, Any]:

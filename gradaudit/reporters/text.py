@@ -104,10 +104,8 @@ def recommendation_lines(report: AuditReport, recommendation: Recommendation, *,
     if recommendation.change_needed:
         if recommendation.precision == "fp16":
             lines += [*table([("setting", "now", "use"), *setting_rows(recommendation)], header=True), Text()]
-        lines += [
-            *table([("on this run", "now", "predicted"), *effect_rows(recommendation)], header=True),
-            Text(),
-        ]
+            effects = [("on this run", "now", "predicted"), *effect_rows(recommendation)]
+            lines += [*table(effects, header=True), Text()]
     window = window_words(recommendation.window)
     position = scale_position(recommendation.window, report.run.scale_last)
     lines += _labelled("Safe window", f"{window}; {position}" if position else window, width, start=2)
@@ -122,7 +120,8 @@ def _layers(report: AuditReport, width: int) -> list[Text]:
     worst = worst_layers(report)
     if not worst:
         return []
-    if report.verdict.level == "healthy":
+    about_precision = any(item.name == "sqnr_db" for finding in report.findings for item in finding.evidence)
+    if not about_precision:
         lowest = f"lowest SQNR {sqnr_words(worst[0])} in {unbroken(layer_label(worst[0]))} ({worst[0].kind})"
         return [Text(), *_labelled("Layers", f"{plural(len(report.layers), 'tensor')}, {lowest}", width)]
     lines = [Text(), Text("Worst layers", style="bold")]

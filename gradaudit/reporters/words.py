@@ -56,7 +56,7 @@ CAN_FIX_WORDS = {
 PRECISION_WORDS = {
     "fp16": "stay in FP16",
     "bf16": "train in BF16, which needs no loss scale",
-    "fp32-modules": "keep the modules named below in FP32",
+    "fp32-modules": "no loss scale will do; take what fails out of FP16",
 }
 
 _ACRONYMS = {"sqnr": "SQNR", "nan": "NaN", "inf": "inf", "fp16": "FP16", "bf16": "BF16", "fp32": "FP32"}

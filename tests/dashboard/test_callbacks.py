@@ -9,6 +9,7 @@ import pytest
 from dash import no_update
 from dash._utils import to_json
 from gradaudit_dashboard import callbacks
+from gradaudit_dashboard.app import create_app
 from gradaudit_dashboard.layout import page
 from gradaudit_dashboard.source import Source
 from gradaudit_dashboard.state import Route
@@ -186,3 +187,32 @@ def test_a_finding_pins_a_row_of_the_heatmap(source: Source) -> None:
     shown = strict(callbacks.show_summary(source, version(source, "underflowing"), "underflowing"))
 
     assert '"data-pin": "model.layers.0.attn.q_proj"' in shown
+
+
+def test_an_unforeseen_error_in_a_callback_becomes_a_small_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> Any:
+        raise RuntimeError("<no> such thing")
+
+    monkeypatch.setattr(callbacks, "page", fail)
+    client = create_app(runs.one_step(tmp_path / "a")).server.test_client()
+    entry = next(item for item in client.get("/_dash-dependencies").json if "page.children" in item["output"])
+    outputs = [
+        dict(zip(("id", "property"), part.split("."), strict=True)) for part in entry["output"].strip(".").split("...")
+    ]
+
+    answer = client.post(
+        "/_dash-update-component",
+        json={
+            "output": entry["output"],
+            "outputs": outputs,
+            "inputs": [{"id": "url", "property": "pathname", "value": "/"}],
+            "changedPropIds": ["url.pathname"],
+        },
+    )
+
+    assert answer.status_code in (200, 204)
+    assert "RuntimeError: <no> such thing" in strict(answer.json)
+    assert "Traceback" not in answer.text
+    assert "A callback failed" in caplog.text

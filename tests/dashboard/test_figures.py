@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from gradaudit_dashboard import figures
+from gradaudit_dashboard import colours, figures
 from gradaudit_dashboard.exponents import gather
 from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, Matrix, Pooled, pool
 from hypothesis import given
@@ -152,16 +152,16 @@ def test_merged_rows_and_columns_say_so() -> None:
 
 
 @pytest.mark.parametrize("metric", METRIC_TABLE)
-@pytest.mark.parametrize("theme", figures.RAMPS)
+@pytest.mark.parametrize("theme", colours.RAMPS)
 def test_colours_show_no_data_as_grey_fine_as_nothing_and_bad_as_colour(metric: str, theme: str) -> None:
-    scale = figures.colourscale(metric, theme)
+    scale = colours.colourscale(metric, theme)
     at = [place for place, _ in scale]
 
     assert at == sorted(at)
     assert (at[0], at[-1]) == (0, 1)
-    assert scale[0][1] == figures.NOT_SAMPLED_COLOUR
+    assert scale[0][1] == colours.NOT_SAMPLED_COLOUR
     assert [colour for place, colour in scale if abs(place * WORST - FINE) <= 0.5][1] == "rgba(0,0,0,0)"
-    assert scale[-1][1] == figures.ramp_colour(theme, 1.0)
+    assert scale[-1][1] == colours.ramp_colour(theme, 1.0)
 
 
 def test_a_long_line_is_thinned_without_losing_an_extreme() -> None:

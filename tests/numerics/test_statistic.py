@@ -178,7 +178,9 @@ def test_a_view_counts_its_own_elements(dtype: torch.dtype, layout: str) -> None
     assert measured(view) == expected(np.abs(wide.numpy()))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
+)
 def test_a_sparse_tensor_counts_as_if_dense_with_its_duplicates_summed(dtype: torch.dtype) -> None:
     @QUICK
     @given(

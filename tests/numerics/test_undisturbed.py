@@ -33,7 +33,9 @@ def nothing_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recorder, "MAX_WAITING_SAMPLES", 10_000)
 
 
-def train(recipe: Recipe, *, num_steps: int, attach: Any = None, attach_at: int = 0) -> tuple[dict[str, Any], list[str]]:
+def train(
+    recipe: Recipe, *, num_steps: int, attach: Any = None, attach_at: int = 0
+) -> tuple[dict[str, Any], list[str]]:
     """Run a recipe, attached from step `attach_at` on; returns everything it left behind, and its warnings."""
     torch.manual_seed(0)
     losses: list[torch.Tensor] = []

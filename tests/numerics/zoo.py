@@ -415,7 +415,10 @@ def half_parameters() -> Training:
     model = mlp().half()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return supervised(
-        model, loss=lambda m, i: m(batch(i, 8, WIDTH).half()).float().square().mean(), optimizer=optimizer, autocast=None
+        model,
+        loss=lambda m, i: m(batch(i, 8, WIDTH).half()).float().square().mean(),
+        optimizer=optimizer,
+        autocast=None,
     )
 
 

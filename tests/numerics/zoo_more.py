@@ -44,7 +44,9 @@ def sparse_inputs() -> Training:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.sparse.mm(x, self.weight)
 
-    return supervised(FirstSparse(), loss=lambda m, i: m(batch(i, 8, WIDTH).relu().to_sparse()).square().mean(), autocast=None)
+    return supervised(
+        FirstSparse(), loss=lambda m, i: m(batch(i, 8, WIDTH).relu().to_sparse()).square().mean(), autocast=None
+    )
 
 
 def parameters_swapped() -> Training:

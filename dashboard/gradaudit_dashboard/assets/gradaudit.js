@@ -125,20 +125,33 @@
     return shapes;
   }
 
-  function paintTimeline(data, theme, width, pinned, layer) {
+  // dcc.Graph writes a zoom into its figure, which to plotly is the page's own wish and ends uirevision's care for it
+  function keepZoom(layout, shown) {
+    for (const name of ["xaxis", "yaxis"]) {
+      const axis = layout[name];
+      const before = shown && shown.layout && shown.layout[name];
+      if (axis && before && before.autorange === false && before.uirevision === axis.uirevision) {
+        axis.autorange = false;
+        axis.range = before.range;
+      }
+    }
+    return layout;
+  }
+
+  function paintTimeline(data, theme, width, pinned, layer, shown) {
     if (!data || !width) {
       return [{ data: [], layout: {} }, { display: "none" }];
     }
     const meta = data.meta;
     const narrow = width === "narrow";
-    const layout = { ...data.figure.layout };
+    const layout = keepZoom(structuredClone(data.figure.layout), shown);
     layout.shapes = outline(meta, pinned, layer ? layer.meta.name : null);
     if (narrow) {
-      layout.margin = { ...layout.margin, l: meta ? 116 : 44, r: 8 };
+      Object.assign(layout.margin, { l: meta ? 116 : 44, r: 8 });
       layout.dragmode = false; // a finger drags the page
-      layout.xaxis = { ...layout.xaxis, nticks: 4 };
+      layout.xaxis.nticks = 4;
       if (meta) {
-        layout.yaxis = { ...layout.yaxis, labelalias: meta.narrow, tickfont: { size: 11 } };
+        Object.assign(layout.yaxis, { labelalias: meta.narrow, tickfont: { size: 11 } });
       }
     }
     const traces = data.figure.data.map((trace) =>
@@ -239,7 +252,7 @@
     return asked === null ? meta.start : Math.min(Math.max(asked, meta.low), meta.high);
   }
 
-  function paintHistogram(data, value, back, search, width) {
+  function paintHistogram(data, value, back, search, width, shown) {
     if (!data) {
       return [NO(), { display: "none" }].concat(Array(6 + 2 * ZONES).fill(NO()));
     }
@@ -250,7 +263,7 @@
     if (moved) {
       writeScaleSoon(k);
     }
-    const layout = { ...data.figure.layout };
+    const layout = keepZoom(structuredClone(data.figure.layout), shown);
     const range = meta.range;
     const limits = limitMarks(meta, k, range);
     layout.shapes = bandShapes(meta, k, range).concat(limits.shapes);
@@ -258,7 +271,7 @@
     if (width === "narrow") {
       limits.annotations.forEach((label, i) => (label.yshift = i % 2 ? 0 : 14)); // side by side they would overlap
       layout.dragmode = false;
-      layout.xaxis = { ...layout.xaxis, nticks: 5, dtick: 2 * layout.xaxis.dtick };
+      layout.xaxis.dtick *= 2;
     }
     const colours = meta.exponents.map((exponent) => bandOf(meta.bands, exponent + k).colour);
     const bars = { ...data.figure.data[0], marker: { color: colours } };
