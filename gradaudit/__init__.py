@@ -9,25 +9,25 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from gradaudit._version import __version__
 from gradaudit.errors import CaptureError, GradauditError, RunCorrupt, RunExists, RunNotFound, SchemaMismatch
 
 if TYPE_CHECKING:
     from gradaudit.analysis.audit import audit as audit
     from gradaudit.analysis.report import AuditReport as AuditReport
     from gradaudit.capture.apply import apply as apply
-    from gradaudit.capture.attach import Audit as Audit
-    from gradaudit.capture.attach import attach as attach
+    from gradaudit.session import Audit as Audit
+    from gradaudit.session import attach as attach
     from gradaudit.store import Run as Run
     from gradaudit.store import open_run as open_run
 
-__version__ = "0.1.0"
 
 _LAZY = {
-    "Audit": "gradaudit.capture.attach",
+    "Audit": "gradaudit.session",
     "AuditReport": "gradaudit.analysis.report",
     "Run": "gradaudit.store",
     "apply": "gradaudit.capture.apply",
-    "attach": "gradaudit.capture.attach",
+    "attach": "gradaudit.session",
     "audit": "gradaudit.analysis.audit",
     "open_run": "gradaudit.store",
 }

@@ -247,7 +247,7 @@ def _base_layout(height: int) -> Figure:
     return {
         "height": height, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": FONT, "size": 12, "color": "#444"}, "autosize": True,
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888", "activecolor": "#0072B2"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888", "activecolor": "#1f8fd6"},
     }  # fmt: skip
 
 
@@ -287,10 +287,10 @@ def _scale_traces(points: Sequence[tuple[int, float]], skipped: Sequence[int]) -
             "type": "scatter", "mode": "lines" if len(line) > 1 else "markers", "name": "loss scale", "yaxis": "y2",
             "x": typed(steps), "y": [_log2(scale) for _, scale in line], "line": {"shape": "hv", "width": 2},
             "text": texts, "hovertemplate": "scale %{text} from step %{x}<extra></extra>", "showlegend": False,
-            "marker": {"color": "#0072B2", "size": 8},
+            "marker": {"color": "#1f8fd6", "size": 8},
         }
     ]  # fmt: skip
-    traces[0]["line"]["color"] = "#0072B2"
+    traces[0]["line"]["color"] = "#1f8fd6"
     marks = skip_marks(points, skipped)
     if marks:
         traces.append(
@@ -368,18 +368,21 @@ def timeline_meta(heat: Pooled, names: Sequence[str], metric: str, target_db: fl
         target_db: SQNR that counts as fine, for the words.
     """
     table = METRIC_TABLE[metric]
-    columns = []
-    for first, last, count, low, high in zip(
-        heat.first.tolist(), heat.last.tolist(), heat.num_steps.tolist(), heat.scale_low.tolist(),
-        heat.scale_high.tolist(), strict=True,
-    ):  # fmt: skip
-        steps = f"step {first:,}" if count == 1 else f"worst of {count:,} sampled steps {first:,} to {last:,}"
-        scale = format_scale(low) if low == high else f"{format_scale(low)} to {format_scale(high)}"
-        columns.append(f"{steps}, at scale {scale}")
+    scales: dict[str, int] = {}  # few different ones, so columns hold an index
+    scale_of = []
+    for low, high in zip(heat.scale_low.tolist(), heat.scale_high.tolist(), strict=True):
+        text = format_scale(low) if low == high else f"{format_scale(low)} to {format_scale(high)}"
+        scale_of.append(scales.setdefault(text, len(scales)))
+    columns = [
+        f"step {first:,}" if count == 1 else f"worst of {count:,} sampled steps {first:,} to {last:,}"
+        for first, last, count in zip(heat.first.tolist(), heat.last.tolist(), heat.num_steps.tolist(), strict=True)
+    ]
     return {
         "members": [[names[row] for row in group] for group in heat.groups],
         "columns": columns,
-        "edges": heat.edges.tolist(),
+        "scales": list(scales),
+        "scaleOf": scale_of,
+        "edges": np.round(heat.edges, 2).tolist(),
         "steps": list(zip(heat.first.tolist(), heat.last.tolist(), strict=True)),
         "levels": ["not sampled", table.no_value, *(table.text(c, target_db) for c in range(FINE, WORST + 1))],
         "ramps": {theme: colourscale(metric, theme) for theme in RAMPS},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,17 @@ def bind(path: str | os.PathLike[str], host: str, port: int) -> Any:
     if host not in LOOPBACK:
         raise GradauditError(
             f"--host {host} would show the runs to others without a password; use 127.0.0.1 and, from another machine, "
-            f"ssh -L {port}:127.0.0.1:{port}."
+            f"ssh -L {port or 8050}:127.0.0.1:{port or 8050}."
         )
-    app = create_app(path)
+    listener = _listen(host, port)
     logging.getLogger("waitress.queue").setLevel(logging.ERROR)  # a busy moment is no news
+    return create_server(create_app(path).server, sockets=[listener], threads=NUM_THREADS, ident=None)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return create_server(app.server, host=host, port=port, threads=NUM_THREADS, ident=None)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise GradauditError(f"Port {port} on {host} is in use; pass --port 0 for a free one.") from error

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradaudit.analysis.history import ScaleHistory, scale_history
+from gradaudit.analysis.history import ScaleHistory, scale_histories
 from gradaudit.analysis.noise import Noise, own_noise, total_noise
 from gradaudit.analysis.zones import zone_counts
 from gradaudit.formats import FP16_DTYPES
@@ -59,7 +59,7 @@ class Analysis:
         tensors: Its tensors table.
         samples: Gradient samples, sorted by (tensor, step).
         outputs: Activation samples.
-        history: The loss scale per update; None without an enabled scaler.
+        histories: The loss scale per update, of each enabled scaler; the one that handled most steps first.
         scale_log2: log2 of the scale each sample carries, shape [R].
         zones: Elements per zone at the scale in force, shape [R, 7].
         applied: Whether a sample's step was applied and every gradient of it finite, shape [R].
@@ -76,7 +76,7 @@ class Analysis:
     tensors: tuple[TensorInfo, ...]
     samples: Samples
     outputs: Samples
-    history: ScaleHistory | None
+    histories: tuple[ScaleHistory, ...]
     scale_log2: np.ndarray
     zones: np.ndarray
     applied: np.ndarray
@@ -86,6 +86,11 @@ class Analysis:
     rounds: np.ndarray
     touched: np.ndarray
     cancels: np.ndarray
+
+    @property
+    def history(self) -> ScaleHistory | None:
+        """The scale of the scaler that handled most steps; None without an enabled one."""
+        return self.histories[0] if self.histories else None
 
     @property
     def ran_fp16(self) -> bool:
@@ -139,7 +144,7 @@ def analyse(run: Run) -> Analysis:
         tensors=tensors,
         samples=samples,
         outputs=only(everything, tensors, ("output",)),
-        history=scale_history(run.meta, steps),
+        histories=scale_histories(run.meta, steps),
         scale_log2=scale_log2,
         zones=zones,
         applied=applied,

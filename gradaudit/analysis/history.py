@@ -46,27 +46,27 @@ class ScaleHistory:
     """Columns per update, shape [U] each.
 
     Attributes:
-        scaler: Entry of run.json's scalers.
+        scaler: Entry of run.json's scalers; the first one's where a script made a new scaler now and then.
         settings: Its settings.
+        update_of: For each row of the step table the update that closed it, -1 if another scaler's did; shape [steps].
         step: First step of the update.
         scale: Scale in force.
         found: Whether an optimizer found inf or NaN, so that the scale backs off.
         forward_bad: Whether the loss or the batch was non-finite already.
         amax_log2: log2 of the largest unscaled parameter gradient; -inf for all zero, NaN where one was non-finite.
-        num_attempts: Optimizer steps attempted under it.
-        num_skipped: How many of them were skipped.
+        growth_tracker: Clean updates in a row before it, as the scaler counts them; -1 where unknown.
         calibration_end: Updates up to here belong to the start, while the scale comes down from init_scale.
     """
 
     scaler: dict[str, Any]
     settings: ScalerSettings
+    update_of: np.ndarray
     step: np.ndarray
     scale: np.ndarray
     found: np.ndarray
     forward_bad: np.ndarray
     amax_log2: np.ndarray
-    num_attempts: np.ndarray
-    num_skipped: np.ndarray
+    growth_tracker: np.ndarray
     calibration_end: int
 
     def __len__(self) -> int:
@@ -81,11 +81,6 @@ class ScaleHistory:
         """Updates after calibration that found an overflow, as indices."""
         return np.flatnonzero(self.found)[np.flatnonzero(self.found) >= self.calibration_end]
 
-    def episodes(self) -> list[np.ndarray]:
-        """`late`, grouped into runs of neighbouring updates."""
-        late = self.late()
-        return np.split(late, np.flatnonzero(np.diff(late) > 1) + 1) if len(late) else []
-
 
 def unscaled_amax_log2(steps: Steps) -> np.ndarray:
     """log2 of each step's largest unscaled parameter gradient, shape [steps]; NaN where one was non-finite."""
@@ -99,42 +94,58 @@ def _known(steps: Steps) -> list[np.ndarray]:
     return [values[values != NO_GRADIENT] for values in steps.param_amax]
 
 
-def scale_history(meta: dict[str, Any], steps: Steps) -> ScaleHistory | None:
-    """The scale per update of the scaler that handled most steps; None without an enabled one."""
-    used = steps.scaler[steps.scaler >= 0]
-    scalers = meta.get("scalers", [])
-    if not len(used) or not scalers:
-        return None
-    main = int(np.bincount(used).argmax())
-    entry = next((s for s in scalers if s["id"] == main), None)
-    if entry is None or "init_scale" not in entry:
-        return None
-    settings = ScalerSettings(
-        entry["init_scale"], entry["growth_factor"], entry["backoff_factor"], entry["growth_interval"]
-    )
-    mine = np.flatnonzero(steps.scaler == main)
-    update = steps.update[mine]
-    _, first, inverse = np.unique(update, return_index=True, return_inverse=True)
+def scale_histories(meta: dict[str, Any], steps: Steps) -> tuple[ScaleHistory, ...]:
+    """The scale per update of every enabled scaler, the one that handled most steps first.
+
+    Scalers that follow one another, as where a script makes a new one every epoch, are one history: to the model they
+    are one scale that jumps.
+    """
+    entries = {entry["id"]: entry for entry in meta.get("scalers", []) if "init_scale" in entry}
+    chains: list[list[int]] = []
+    for scaler in sorted(entries, key=lambda scaler: _first_row(steps, scaler)):
+        rows = np.flatnonzero(steps.scaler == scaler)
+        if not len(rows):
+            continue
+        chain = next((c for c in chains if np.flatnonzero(steps.scaler == c[-1])[-1] < rows[0]), None)
+        if chain is None:
+            chains.append([scaler])
+        else:
+            chain.append(scaler)
+    histories = [_history(entries[chain[0]], np.flatnonzero(np.isin(steps.scaler, chain)), steps) for chain in chains]
+    return tuple(sorted(histories, key=len, reverse=True))
+
+
+def _first_row(steps: Steps, scaler: int) -> int:
+    rows = np.flatnonzero(steps.scaler == scaler)
+    return int(rows[0]) if len(rows) else len(steps)
+
+
+def _history(entry: dict[str, Any], mine: np.ndarray, steps: Steps) -> ScaleHistory:
+    is_new = (np.diff(steps.update[mine]) != 0) | (np.diff(steps.scaler[mine]) != 0)
+    inverse = np.concatenate([[0], np.cumsum(is_new)])
+    first = np.flatnonzero(np.concatenate([[True], is_new]))
     num = len(first)
-    skipped = steps.skipped[mine].astype(bool)
-    found = np.zeros(num, dtype=bool)
+    found, forward_bad = np.zeros(num, dtype=bool), np.zeros(num, dtype=bool)
     np.logical_or.at(found, inverse, steps.found_inf[mine] == 1)
-    forward_bad = np.zeros(num, dtype=bool)
     np.logical_or.at(forward_bad, inverse, (steps.loss_finite[mine] == 0) | (steps.input_finite[mine] == 0))
     amax = np.full(num, -np.inf)
     with np.errstate(invalid="ignore"):
         np.maximum.at(amax, inverse, unscaled_amax_log2(steps)[mine])
+    update_of = np.full(len(steps), -1)
+    update_of[mine] = inverse
     scale = steps.scale[mine][first]
     return ScaleHistory(
         scaler=entry,
-        settings=settings,
+        settings=ScalerSettings(
+            entry["init_scale"], entry["growth_factor"], entry["backoff_factor"], entry["growth_interval"]
+        ),
+        update_of=update_of,
         step=steps.step[mine][first],
         scale=scale,
         found=found,
         forward_bad=forward_bad,
         amax_log2=amax,
-        num_attempts=np.bincount(inverse, minlength=num),
-        num_skipped=np.bincount(inverse, weights=skipped, minlength=num).astype(np.int64),
+        growth_tracker=steps.growth_tracker[mine][first],
         calibration_end=_calibration_end(found, scale),
     )
 

@@ -19,9 +19,6 @@ from gradaudit.analysis.windows import Windows
 TARGET_SKIP_RATE = 0.001
 """One step in a thousand: a cost nobody notices, and often enough to find a better scale within an epoch."""
 
-TOLERATED_SKIP_RATE = 0.02
-"""Above two steps in a hundred the skipping itself is worth a change."""
-
 RUN_SHARE = 4
 """The interval is at most a quarter of the run, so that a scale that fell can come back before the end."""
 
@@ -59,8 +56,7 @@ def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Fin
     if hopeless:
         return _keep(analysis, found_windows, current, "fp32-modules", _why_not(hopeless, found_windows))
     scale_would_help = any(f.scale_can_fix in ("yes", "partly") and f.severity != "info" for f in findings)
-    skips_too_often = _late_skip_rate(analysis) > TOLERATED_SKIP_RATE
-    if current_settings is not None and not scale_would_help and not skips_too_often:
+    if current_settings is not None and not scale_would_help:
         reasons = ["The settings in use do no harm on this run: change nothing."]
         return _keep(analysis, found_windows, current, "fp16", reasons)
     policy, reasons = _choose(analysis, found_windows)
@@ -167,13 +163,6 @@ def _settings(settings: ScalerSettings | None) -> Settings | None:
 def _current(analysis: Analysis) -> Outlook:
     num_skipped = int(analysis.steps.skipped.sum())
     return Outlook(num_skipped, num_skipped / len(analysis.steps), lowest_sqnr_db(analysis))
-
-
-def _late_skip_rate(analysis: Analysis) -> float:
-    history = analysis.history
-    if history is None or len(history) <= history.calibration_end:
-        return 0.0
-    return float(history.found[history.calibration_end :].mean())
 
 
 def _why_not(hopeless: Sequence[str], found_windows: Windows) -> list[str]:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, Analysis, analyse
-from gradaudit.analysis.windows import LIMIT_LOG2, limit_log2
+from gradaudit.analysis.overflows import LIMIT_LOG2
+from gradaudit.analysis.windows import limit_log2
 from gradaudit.store.reader import Run
 
 _MAX_FLOAT32 = float(np.finfo(np.float32).max)

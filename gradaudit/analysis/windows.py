@@ -8,8 +8,8 @@ import numpy as np
 
 from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, TARGET_DB, Analysis
 from gradaudit.analysis.history import unscaled_amax_log2
+from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large
 from gradaudit.analysis.report import Window
-from gradaudit.formats import FP16
 from gradaudit.store.reader import NO_GRADIENT, TensorInfo
 
 OVERFLOW_SHARE = 0.005
@@ -17,8 +17,6 @@ OVERFLOW_SHARE = 0.005
 
 EMPTY_SHARE = 0.5
 """No scale fits if none does in at least half of the sampled steps; less often, a dynamic scale can follow."""
-
-LIMIT_LOG2 = float(np.log2(FP16.overflow_at))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,32 +72,23 @@ def low_edges(analysis: Analysis) -> np.ndarray:
 def high_edges(analysis: Analysis) -> np.ndarray:
     """Largest safe scale of every sample row, shape [R], as exponent; NaN where nothing bounds it.
 
-    A non-finite gradient computed from finite ones overflowed here, at the scale in force; computed from non-finite
-    ones it is an echo and says nothing.
+    A non-finite gradient computed from finite ones overflowed here, at the scale in force, if size can explain it;
+    computed from non-finite ones it is an echo and says nothing.
     """
     samples = analysis.samples
     with np.errstate(divide="ignore"):
         amax_log2 = np.log2(samples.amax) - analysis.scale_log2
     edge = np.where(np.isfinite(amax_log2), np.ceil(LIMIT_LOG2 - amax_log2) - 1, np.nan)
     bad = (samples.num_inf > 0) | (samples.num_nan > 0)
-    born = born_here(analysis)
     edge[bad] = np.nan
-    overflowed = born & (samples.num_inf > 0) & ~np.isin(samples.step, _forward_bad_steps(analysis))
+    overflowed = (
+        too_large(analysis, born_here(analysis))
+        & (samples.num_inf > 0)
+        & ~np.isin(samples.step, _forward_bad_steps(analysis))
+    )
     edge[overflowed] = np.ceil(analysis.scale_log2[overflowed]) - 1
     edge[~analysis.rounds[samples.tensor]] = np.nan
     return edge
-
-
-def born_here(analysis: Analysis) -> np.ndarray:
-    """Whether a sample is non-finite although all it was computed from was finite, shape [R]."""
-    samples = analysis.samples
-    bad = (samples.num_inf > 0) | (samples.num_nan > 0)
-    bad_at = set(zip(samples.tensor[bad].tolist(), samples.step[bad].tolist(), strict=True))
-    born = np.zeros(len(samples), dtype=bool)
-    for row in np.flatnonzero(bad):
-        step = int(samples.step[row])
-        born[row] = not any((p, step) in bad_at for p in analysis.tensors[samples.tensor[row]].parents)
-    return born
 
 
 def windows(analysis: Analysis) -> Windows:
@@ -136,6 +125,20 @@ def windows(analysis: Analysis) -> Windows:
         highest=tensors[high.tensor] if high else None,
         empty_share=_empty_share(samples.step[levels.rows], low_R, high_R[levels.rows]),
     )
+
+
+def needed_since(analysis: Analysis, step: int) -> tuple[TensorInfo | None, int | None]:
+    """The tensor that needs the largest scale from a step on, and that scale as exponent; None if none is bounded."""
+    rows = analysis.at_all_scales.rows
+    recent = analysis.samples.step[rows] >= step
+    low_R, tensor_R = low_edges(analysis)[recent], analysis.samples.tensor[rows][recent]
+    needed: tuple[TensorInfo | None, int | None] = (None, None)
+    for t in np.unique(tensor_R[~np.isnan(low_R)]):
+        lows = low_R[(tensor_R == t) & ~np.isnan(low_R)]
+        low = int(np.quantile(lows, 1 - QUANTILE, method="higher"))
+        if needed[1] is None or low > needed[1]:
+            needed = analysis.tensors[t], low
+    return needed
 
 
 def _empty_share(step_R: np.ndarray, low_R: np.ndarray, high_R: np.ndarray) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ import torch
 from gradaudit.capture.calls import CallLog
 from gradaudit.capture.graph import GradientPlace, Marks, Walk, hook_graph
 from gradaudit.capture.guard import guarded, one_line, warn_once
-from gradaudit.capture.names import LOSS, Name, Names
+from gradaudit.capture.names import LOSS, Name, Names, Running
 from gradaudit.capture.reading import (
     descends_from,
     floating_tensors,
@@ -25,10 +24,9 @@ from gradaudit.capture.reading import (
     known_on_host,
     largest,
     largest_each,
-    layer_weight,
     mean,
-    mean_square,
     next_sequence,
+    noise_gain,
 )
 from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.registry import Registry, TensorEntry
@@ -38,15 +36,6 @@ from gradaudit.capture.steps import OpenStep, Window, copy_of, make_packet
 
 NUM_SCALED_OUTPUTS = 256
 """Outputs of scaler.scale remembered by sequence number; a step makes one per loss and micro-step."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Running:
-    """A module whose forward is running."""
-
-    name: Name
-    module_class: str
-    module: torch.nn.Module
 
 
 class Auditor:
@@ -74,11 +63,11 @@ class Auditor:
         self._marks = Marks()
         self._depth = 0
         self._in_backward = 0
-        self._running: list[_Running] = []
+        self._running: list[Running] = []
         self._scaled_losses: dict[int, torch.Tensor] = {}
         self._gradients_scaled = False
         self._open: dict[int, OpenStep] = {}
-        self._stepping: set[int] = set()
+        self._stepping: dict[int, bool] = {}
         self._num_updates: dict[int, int] = {}
         self._calls = CallLog()
         self._errors: list[str] = []
@@ -88,8 +77,9 @@ class Auditor:
         self._recorder = recorder
 
     @guarded
-    def introduce(self, optimizer: Any, scaler: Any) -> None:
-        """Note an optimizer and a scaler before their first use. Sync: none."""
+    def introduce(self, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
+        """Note a model, an optimizer and a scaler before their first use. Sync: none."""
+        self.names.add_root(model)
         if scaler is not None:
             self._registry.scaler(scaler)
         if optimizer is not None:
@@ -125,8 +115,8 @@ class Auditor:
             name = self.names.module(module)
             if name is None:
                 caller = self._running[-1] if self._running else None
-                name = LOSS if caller is None else self.names.child(module, caller.module, caller.name)
-            self._running.append(_Running(name, type(module).__name__, module))
+                name = LOSS if caller is None else self.names.child(module, caller)
+            self._running.append(Running(name, type(module).__name__, module))
             self._marks.mark(next_sequence(), name, type(module).__name__)
 
     @guarded
@@ -157,14 +147,11 @@ class Auditor:
                 self._add_row(entry, tensor, scaled=False, keep_histogram=False)
 
     def _note_noise_gain(self, module: torch.nn.Module, inputs: Any) -> None:
-        weight, fan_in = layer_weight(module)
-        x = next(iter(floating_tensors(inputs)), None)
-        if weight is None or x is None or not weight.requires_grad:
-            return
-        entry = self._registry.param(weight)
-        if entry is not None:
+        found = noise_gain(module, inputs)
+        entry = None if found is None else self._registry.param(found[0])
+        if found is not None and entry is not None:
             self._window.gain_tensors.append(entry.id)
-            self._window.gains.append(mean_square(x) * fan_in)
+            self._window.gains.append(found[1])
 
     # Loss and backward
 
@@ -234,14 +221,14 @@ class Auditor:
             self._event("scaler.step", optimizer=optimizer, scaler=scaler, scaled=fresh)
             if fresh:
                 self._open_step(optimizer, scaler)
-            self._stepping.add(id(optimizer))
+            self._stepping[id(optimizer)] = False
 
     @guarded
     def on_scaler_step_end(self, scaler: Any, optimizer: Any, *, raised: bool) -> None:
         """`scaler.step` returned or raised. Sync: none."""
-        self._stepping.discard(id(optimizer))
+        called = self._stepping.pop(id(optimizer), True) or not isinstance(optimizer, torch.optim.Optimizer)
         if scaler.is_enabled() and id(optimizer) in self._open:
-            self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=raised)
+            self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=raised, held_back=not called)
 
     @guarded
     def on_update(self, scaler: Any) -> None:
@@ -267,6 +254,7 @@ class Auditor:
     def on_optimizer_start(self, optimizer: Any, *, has_closure: bool) -> None:
         """`optimizer.step` begins, called by the scaler or by the script. Sync: none."""
         if id(optimizer) in self._stepping:
+            self._stepping[id(optimizer)] = True
             return
         self._event("optimizer.step", optimizer=optimizer, scaled=self._gradients_scaled)
         opened = self._open.get(id(optimizer))
@@ -321,7 +309,10 @@ class Auditor:
                 if self._registry.wanted(entry.name):
                     self._add_row(entry, grad, scaled=scaled, keep_histogram=True)
 
-    def _close_step(self, optimizer: Any, *, found: list[torch.Tensor], given_up: bool = False) -> None:
+    def _close_step(
+        self, optimizer: Any, *, found: list[torch.Tensor], given_up: bool = False, held_back: bool = False
+    ) -> None:
+        """`held_back`: the scaler did not call the optimizer, so the host knows of what only a device saw."""
         opened = self._open.pop(id(optimizer))
         window = self._window
         # a second optimizer stepping on the same backward shares what was seen of it
@@ -338,7 +329,7 @@ class Auditor:
             self.fail(self._recorder.error)
             return
         self._recorder.put(make_packet(step, opened, seen, window, found))
-        self._next_step(overflowed=known_on_host(found))
+        self._next_step(overflowed=held_back or known_on_host(found))
 
     def _next_step(self, *, overflowed: bool) -> None:
         now = time.perf_counter()

@@ -61,7 +61,11 @@ def variable_name(value: object) -> str | None:
 
 
 def enclosing_module(module: torch.nn.Module) -> torch.nn.Module | None:
-    """The outermost module in whose methods a module is being called, other than by calling that one itself."""
+    """The outermost module around one that is being called by hand.
+
+    Looked for among the first arguments of the functions that lead there: a method's own module, or the model that a
+    function was given.
+    """
     found = None
     for frame, variables in _scopes():
         first = frame.f_code.co_varnames[0] if frame.f_code.co_argcount else ""

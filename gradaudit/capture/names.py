@@ -43,6 +43,15 @@ class Name:
         return Name(self.root, f"{self.path}.{part}" if self.path else part)
 
 
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A module whose forward is running."""
+
+    name: Name
+    module_class: str
+    module: torch.nn.Module
+
+
 LOSS = Name(None, "loss")
 """Code outside every module; nearly always the loss."""
 
@@ -72,8 +81,8 @@ class Names:
         if next(module.parameters(), None) is None:
             self._learn(module, Name(self._shared_root(type(module).__name__), ""))
             return
-        outer = enclosing_module(module)
-        if outer is not None and outer is not module:
+        outer = _unwrap(enclosing_module(module) or module)
+        if outer is not module:
             known = self._modules.get(outer)
             if known is None:
                 self.add_root(outer)
@@ -84,19 +93,19 @@ class Names:
         label = variable_name(called) or variable_name(module) or type(module).__name__
         self._learn(module, Name(self._root(label, module), ""))
 
-    def child(self, module: torch.nn.Module, caller: torch.nn.Module, caller_name: Name) -> Name:
+    def child(self, module: torch.nn.Module, caller: Running) -> Name:
         """A module's name, which may have been put into its caller just now, or be known to nobody but it."""
         known = self.module(module)
         if known is not None:
             return known
-        caller, module = _unwrap(caller), _unwrap(module)
+        outer, module = _unwrap(caller.module), _unwrap(module)
         is_bare = next(module.parameters(), None) is None
-        below = caller.named_children() if is_bare else caller.named_modules()
+        below = outer.named_children() if is_bare else outer.named_modules()
         if any(child is module for _, child in below):
-            self._learn(caller, caller_name)
+            self._learn(outer, caller.name)
         elif is_bare:
             # nn.ReLU()(x): a new one at every call, all with the name of the class
-            self._modules[module] = caller_name.below(type(module).__name__)
+            self._modules[module] = caller.name.below(type(module).__name__)
         else:
             self.add_root(module)
         return self._modules[module]

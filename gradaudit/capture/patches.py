@@ -112,8 +112,8 @@ def _in_a_transform() -> bool:
 
 def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
     def before(optimizer: Any, args: Any, kwargs: Any) -> None:
-        # the optimizer itself is among the arguments
-        has_closure = kwargs.get("closure") is not None or any(callable(arg) for arg in args[:2])
+        given = [arg for arg in (*args, kwargs.get("closure")) if arg is not optimizer]  # torch passes self too
+        has_closure = any(callable(arg) for arg in given)
         auditor.on_optimizer_start(optimizer, has_closure=has_closure)
 
     def after(optimizer: Any, args: Any, kwargs: Any) -> None:

@@ -71,6 +71,13 @@ def _magnitudes(values: torch.Tensor) -> torch.Tensor:
     return values.float() if values.element_size() == 1 else values
 
 
+def noise_gain(module: torch.nn.Module, inputs: Any) -> tuple[torch.nn.Parameter, torch.Tensor] | None:
+    """A layer's weight, and fan-in times the mean square of the layer's input; None where it is no trained layer."""
+    weight, fan_in = layer_weight(module)
+    x = next(iter(floating_tensors(inputs)), None)
+    return None if weight is None or x is None or not weight.requires_grad else (weight, mean_square(x) * fan_in)
+
+
 def layer_weight(module: torch.nn.Module) -> tuple[torch.nn.Parameter | None, int]:
     """The matrix that a module multiplies its first input with, and how many inputs go into one output."""
     # not by attribute: a parametrized weight is computed when it is looked at, and may change with every look

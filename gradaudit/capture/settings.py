@@ -68,13 +68,14 @@ class Sampler:
             num_optimizers: Optimizers that take turns; consecutive steps of all of them are sampled together.
             overflowed: Whether the step just closed was skipped, as far as the host knows.
         """
+        if overflowed:
+            self._burst_left = BURST_STEPS
+        in_burst = self._burst_left > 0
+        self._burst_left -= in_burst
         if (step // max(num_optimizers, 1)) % self._every == 0:
             self._num_regular += 1
             return True
-        if overflowed:
-            self._burst_left = BURST_STEPS
-        if self._burst_left and self._num_burst < max(FREE_BURST_SAMPLES, self._num_regular):
-            self._burst_left -= 1
+        if in_burst and self._num_burst < max(FREE_BURST_SAMPLES, self._num_regular):
             self._num_burst += 1
             return True
         return False

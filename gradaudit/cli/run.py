@@ -16,7 +16,7 @@ from gradaudit.store.folders import default_folder
 
 if TYPE_CHECKING:
     from gradaudit.analysis.report import Recommendation
-    from gradaudit.capture.attach import Audit
+    from gradaudit.capture.recording import Recording
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -62,15 +62,15 @@ def run(
     target, arguments = _target(module, command)
     folder = _folder(out, target, force=force)
     recommendation = _recommendation(apply_from) if apply_from is not None else None
-    recording = _Recording(folder, (target, *arguments), force, recommendation)
-    recording.settings = {"every": every, "budget": budget, "include": include, "exclude": exclude}
-    with TorchWatcher(recording.start):
+    session = _Session(folder, (target, *arguments), force, recommendation)
+    session.settings = {"every": every, "budget": budget, "include": include, "exclude": exclude}
+    with TorchWatcher(session.start):
         error = run_as_main(target, arguments, is_module=module is not None)
     if error is not None:
         show_traceback(error)
-    recording.finish(error)
+    session.finish(error)
     if not quiet:
-        recording.say_what_was_found()
+        session.say_what_was_found()
     ctx.exit(exit_as(error))
 
 
@@ -107,7 +107,7 @@ def _recommendation(source: Path) -> Recommendation:
     return recommendation_from(source)
 
 
-class _Recording:
+class _Session:
     """The recording of one `gradaudit run`: begun when the script imports torch, ended when the script ends."""
 
     def __init__(self, folder: Path, argv: tuple[str, ...], force: bool, recommendation: Recommendation | None) -> None:
@@ -116,15 +116,15 @@ class _Recording:
         self._argv = argv
         self._force = force
         self._recommendation = recommendation
-        self._audit: Audit | None = None
+        self._recording: Recording | None = None
 
     def start(self) -> None:
         """torch is there. Training must go on whatever happens here."""
         try:
-            from gradaudit.capture.attach import Audit
+            from gradaudit.capture.recording import Recording
             from gradaudit.capture.settings import CaptureSettings
 
-            self._audit = Audit(
+            self._recording = Recording(
                 self._folder,
                 CaptureSettings(**self.settings),
                 argv=self._argv,
@@ -136,14 +136,14 @@ class _Recording:
 
     def finish(self, error: BaseException | None) -> None:
         """The script is over; a second Ctrl-C while the run is written is waited out."""
-        if self._audit is not None:
-            self._audit.close(error)
+        if self._recording is not None:
+            self._recording.close(error)
         elif not any(self._folder.iterdir()):
             self._folder.rmdir()
 
     def say_what_was_found(self) -> None:
         """The diagnosis, on stderr."""
-        if self._audit is None:
+        if self._recording is None:
             click.echo("gradaudit: the script did not use torch, so there is nothing to record.", err=True)
             return
         try:

@@ -70,16 +70,25 @@ class RunWriter:
             raise CaptureError(_unwritable(self.path, error)) from error
 
     def _claim(self, force: bool) -> None:
-        taken = self._meta_path.exists() or (self._folder.is_dir() and any(self._folder.iterdir()))
-        if taken and not force:
-            raise RunExists(f"{self.path} already holds a run; choose another folder with --out or pass --force.")
         try:
+            taken = self._meta_path.exists() or (self._folder.is_dir() and any(self._folder.iterdir()))
+            if taken and not force:
+                raise RunExists(f"{self.path} already holds a run; choose another folder with --out or pass --force.")
             self._folder.mkdir(parents=True, exist_ok=True)
-            for name in TABLES:
-                for old in self._folder.glob(f"{name}-*.parquet"):
-                    old.unlink()
+            _clear(self._folder)
+            if self.rank == 0:
+                self._remove_stale_ranks()
         except OSError as error:
             raise CaptureError(_unwritable(self.path, error)) from error
+
+    def _remove_stale_ranks(self) -> None:
+        # ranks of this run clear their own folders; an earlier run may have had more
+        for folder in self.path.glob("rank-*"):
+            number = folder.name.removeprefix("rank-")
+            if number.isdigit() and int(number) >= max(self.meta.get("world_size", 1), 1) and folder.is_dir():
+                _clear(folder)
+                if not any(folder.iterdir()):
+                    folder.rmdir()
 
     def append(self, table: str, rows: Sequence[Mapping[str, Any]]) -> None:
         """Buffer rows of one table until the next flush."""
@@ -143,6 +152,14 @@ class RunWriter:
         temporary = target.with_name(f".{target.name}.tmp")
         pq.write_table(data, temporary, compression="zstd", row_group_size=ROW_GROUP_ROWS)
         os.replace(temporary, target)
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a writer left here, files under a temporary name included."""
+    patterns = [f"{prefix}{table}-*.parquet*" for table in TABLES for prefix in ("", ".")]
+    for pattern in (*patterns, RUN_FILE, f".{RUN_FILE}*"):
+        for old in folder.glob(pattern):
+            old.unlink()
 
 
 def _unwritable(path: Path, error: OSError) -> str:

@@ -135,7 +135,7 @@ def test_a_full_heatmap_fits_the_payload_budget() -> None:
     )
 
     assert pooled.codes.size <= 300_000
-    assert len(body) <= 600_000  # of which 384,000 are the cells
+    assert len(body) <= 480_000  # of which 300,000 are the cells of these 250 rows
 
 
 def test_merged_rows_and_columns_say_so() -> None:
@@ -147,7 +147,8 @@ def test_merged_rows_and_columns_say_so() -> None:
 
     assert trace(figure, "heatmap")["y"] == ["layer0 +2", "layer3 +1"]
     assert meta["members"] == [["layer0", "layer1", "layer2"], ["layer3", "layer4"]]
-    assert meta["columns"][0] == "worst of 2 sampled steps 0 to 1, at scale 2^16 (65,536)"
+    assert meta["columns"][0] == "worst of 2 sampled steps 0 to 1"
+    assert meta["scales"][meta["scaleOf"][0]] == "2^16 (65,536)"
     assert meta["steps"][1] == (2, 3)
 
 

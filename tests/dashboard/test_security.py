@@ -24,7 +24,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> FlaskClient:
     "path", ["/", "/r/a", "/r/nope", "/r/..%2F..%2Fsecret.txt", "/elsewhere/at/all", "/healthz", "/_dash-layout"]
 )
 def test_every_answer_carries_the_security_headers(client: FlaskClient, path: str) -> None:
-    answer = client.get(path, base_url=HOME)
+    answer = client.get(path, base_url=HOME, buffered=True)
 
     policy = answer.headers["Content-Security-Policy"]
     assert answer.status_code == 200
@@ -37,12 +37,12 @@ def test_every_answer_carries_the_security_headers(client: FlaskClient, path: st
 
 def test_assets_and_errors_carry_them_too(client: FlaskClient) -> None:
     for path in ("/assets/style.css", "/assets/nope.css"):
-        assert "Content-Security-Policy" in client.get(path, base_url=HOME).headers
+        assert "Content-Security-Policy" in client.get(path, base_url=HOME, buffered=True).headers
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:8050", "localhost:8050", "[::1]:8050"])
 def test_this_machines_own_names_are_answered(client: FlaskClient, host: str) -> None:
-    assert client.get("/", base_url=HOME, headers={"Host": host}).status_code == 200
+    assert client.get("/", base_url=HOME, buffered=True, headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_this_machines_own_names_are_answered(client: FlaskClient, host: str) ->
 )
 @pytest.mark.parametrize("path", ["/", "/_dash-layout", "/_dash-dependencies", "/assets/style.css", "/healthz"])
 def test_a_foreign_host_is_refused_everywhere(client: FlaskClient, host: str, path: str) -> None:
-    answer = client.get(path, base_url=HOME, headers={"Host": host})
+    answer = client.get(path, base_url=HOME, buffered=True, headers={"Host": host})
 
     assert answer.status_code == 403
     assert b"127.0.0.1" in answer.data
@@ -83,7 +83,7 @@ def test_its_own_origin_is_answered(client: FlaskClient) -> None:
     ],
 )
 def test_no_path_leads_out(client: FlaskClient, path: str) -> None:
-    answer = client.get(path, base_url=HOME)
+    answer = client.get(path, base_url=HOME, buffered=True)
 
     assert answer.status_code in (200, 404)
     assert b"do not tell" not in answer.data
@@ -91,7 +91,7 @@ def test_no_path_leads_out(client: FlaskClient, path: str) -> None:
 
 
 def test_the_page_asks_for_nothing_from_elsewhere(client: FlaskClient) -> None:
-    page = client.get("/", base_url=HOME).text
+    page = client.get("/", base_url=HOME, buffered=True).text
 
     assert "http://" not in page.replace(HOME, "")
     assert "https://" not in page
@@ -110,4 +110,4 @@ def test_there_is_no_mcp_server_and_no_debugger(tmp_path: Path, monkeypatch: pyt
 def test_building_the_app_reads_no_run(tmp_path: Path) -> None:
     app = create_app(tmp_path / "not" / "there")
 
-    assert app.server.test_client().get("/", base_url=HOME).status_code == 200
+    assert app.server.test_client().get("/", base_url=HOME, buffered=True).status_code == 200

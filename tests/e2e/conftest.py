@@ -63,9 +63,10 @@ def serving(path: Path) -> Iterator[str]:
     try:
         yield address(server)
     finally:
-        server.asyncore.close_all(server._map, ignore_all=True)
-        server.task_dispatcher.shutdown(timeout=0.5)
+        # in the loop's own thread: closing a socket it waits for would be an error there
+        server.trigger.pull_trigger(lambda: server.asyncore.close_all(server._map, ignore_all=True))
         thread.join(timeout=5)
+        server.task_dispatcher.shutdown(timeout=0.5)
 
 
 @pytest.fixture(scope="session")

@@ -113,13 +113,13 @@
     if (row >= 0) {
       shapes.push({
         type: "rect", xref: "paper", x0: 0, x1: 1, yref: "y", y0: row - 0.5, y1: row + 0.5,
-        line: { color: "#0072B2", width: 2 }, fillcolor: "rgba(0,0,0,0)",
+        line: { color: "#1f8fd6", width: 2 }, fillcolor: "rgba(0,0,0,0)",
       });
     }
     if (pinned && pinned.from !== null) {
       shapes.push({
         type: "line", xref: "x", x0: pinned.from, x1: pinned.from, yref: "paper", y0: 0, y1: 1,
-        line: { color: "#0072B2", width: 1, dash: "dot" },
+        line: { color: "#1f8fd6", width: 1, dash: "dot" },
       });
     }
     return shapes;
@@ -185,7 +185,7 @@
     const words = [
       line(names[0] + more, "tip-name"),
       line(data.meta.levels[cell.point.z], "tip-value"),
-      line(data.meta.columns[cell.column], "tip-where"),
+      line(data.meta.columns[cell.column] + ", at scale " + data.meta.scales[data.meta.scaleOf[cell.column]], "tip-where"),
     ];
     const box = cell.point.bbox;
     const place = box.x1 / document.getElementById("timeline").clientWidth;

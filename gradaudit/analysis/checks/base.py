@@ -11,6 +11,9 @@ from gradaudit.analysis.report import Finding, Place
 from gradaudit.analysis.windows import Windows
 from gradaudit.store.reader import TensorInfo
 
+NUM_NAMED = 5
+"""Places named in a finding; the layers table has them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:

@@ -1,4 +1,4 @@
-"""Gradient zones: what flushes, what overflows, what never arrives."""
+"""Gradient zones: what flushes, what never arrives, and where no scale fits. What overflows is in gradient_overflow."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, place_of, power
-from gradaudit.analysis.checks.scale_course import scale_course
+from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, place_of, power
+from gradaudit.analysis.checks.gradient_overflow import headroom, overflow
 from gradaudit.analysis.context import TARGET_DB, Analysis
 from gradaudit.analysis.report import Evidence, Finding, Place
-from gradaudit.analysis.windows import EMPTY_SHARE, LIMIT_LOG2, born_here
+from gradaudit.analysis.windows import EMPTY_SHARE
 from gradaudit.formats import FP16
 from gradaudit.store.reader import NO_GRADIENT
 
@@ -21,20 +21,8 @@ LOST_SHARE = 0.9
 FLUSHED_ZERO_SHARE = 0.01
 """Zeros beyond those of a larger scale, as a share of elements, that must have been flushed."""
 
-HEADROOM_LOG2 = 2
-"""Binades of headroom at which one doubling of the scale and one of the gradient overflow."""
-
-RISE_LOG2 = 1.0
-"""Growth over the run, in binades, between the medians of its first and last quarter."""
-
-MIN_TREND_SAMPLES = 8
-"""Below eight samples a quarter of them is no basis for a trend."""
-
 MIN_SILENT_STEPS = 5
 """A layer may start without a gradient (an adapter's first step); after five it is no start any more."""
-
-NUM_NAMED = 5
-"""Places named in a finding; the layers table has them all."""
 
 
 def _underflow(facts: Facts) -> Outcome:
@@ -133,119 +121,6 @@ def _zeros_were_flushed(analysis: Analysis, tensor: int) -> bool:
     exponents = np.arange(samples.counts.shape[1]) + float(np.log2(1.5)) - 64.0
     signal = samples.counts[at] @ np.exp2(2 * exponents)
     return bool(np.median(hidden / np.maximum(signal, 1e-300)) > 10 ** (-TARGET_DB / 10))
-
-
-def _overflow(facts: Facts) -> Outcome:
-    analysis = facts.analysis
-    if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
-    steps = analysis.steps
-    nonfinite = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool) | (steps.found_inf == 1)
-    backward = nonfinite & (steps.loss_finite != 0) & (steps.input_finite != 0)
-    if not backward.any():
-        return []
-    course = scale_course(facts)
-    if course is not None and course.id in ("scale-collapse", "scale-zero", "scale-hunting", "scale-calibration"):
-        return []
-    history = analysis.history
-    if history is not None:
-        late = set(history.step[history.late()].tolist())
-        backward &= np.isin(steps.step, list(late)) | np.isin(steps.update, history.late())
-        if course is None and np.ptp(history.scale) > 0:
-            return []  # a drop or two that the scaler dealt with
-    if not backward.any():
-        return []
-    return [_overflow_finding(facts, steps.step[backward], steps.scale[backward])]
-
-
-def _overflow_finding(facts: Facts, bad_steps: np.ndarray, scales: np.ndarray) -> Finding:
-    analysis = facts.analysis
-    samples = analysis.samples
-    born = np.flatnonzero(born_here(analysis) & np.isin(samples.step, bad_steps) & (samples.num_inf > 0))
-    first = [analysis.tensors[samples.tensor[r]] for r in born[np.lexsort((samples.order[born], samples.step[born]))]]
-    named = list(dict.fromkeys(first))[:NUM_NAMED]
-    if not named:
-        ids = [int(i) for step in analysis.steps.nonfinite for i in step]
-        named = [analysis.tensors[i] for i in dict.fromkeys(ids) if i < len(analysis.tensors)][:NUM_NAMED]
-    high = facts.windows.run.high_log2
-    lowest = float(scales.min())
-    if high is not None and lowest > 0:
-        high = min(high, math.ceil(math.log2(lowest)) - 1)
-    safe = f"the largest safe scale is 2^{high}" if high is not None else f"anything from {power(lowest)} up overflows"
-    without_scaler = analysis.history is None
-    evidence = [
-        Evidence("num_overflows", len(bad_steps), f"of {len(analysis.steps)} steps"),
-        Evidence("scale", lowest, "", 2.0**high if high is not None else None),
-    ]
-    return Finding(
-        id="gradient-overflow",
-        severity="warning",
-        confidence="high" if len(born) else "medium",
-        title="Gradients overflow in the backward pass at this loss scale",
-        summary=(
-            f"The forward was finite in {len(bad_steps)} step(s) whose gradients were not; "
-            f"{f'first in {named[0].described}; ' if named else ''}{safe}."
-        ),
-        scale_can_fix="yes",
-        where=tuple(place_of(info) for info in named),
-        steps=(int(bad_steps.min()), int(bad_steps.max())),
-        evidence=tuple(evidence),
-        remedy=(
-            "Let torch.amp.GradScaler find the scale and skip such steps: without it the optimizer has stepped on inf."
-            if without_scaler
-            else "Use the recommended init_scale and let the scaler back off: no fixed scale, no high floor."
-        ),
-    )
-
-
-def _headroom(facts: Facts) -> Outcome:
-    analysis = facts.analysis
-    if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
-    samples = analysis.samples
-    rising = []
-    for t in np.flatnonzero(analysis.rounds).tolist():
-        rows = analysis.rows_of(t)
-        rows = rows[samples.amax[rows] > 0]
-        if len(rows) < MIN_TREND_SAMPLES:
-            continue
-        unscaled = np.log2(samples.amax[rows]) - analysis.scale_log2[rows]
-        quarter = len(rows) // 4
-        rise = float(np.median(unscaled[-quarter:]) - np.median(unscaled[:quarter]))
-        headroom = LIMIT_LOG2 - float(np.median(np.log2(samples.amax[rows[-quarter:]])))
-        if rise >= RISE_LOG2 and headroom <= HEADROOM_LOG2:
-            rising.append((headroom, rise, t))
-    if not rising:
-        return []
-    headroom, rise, t = min(rising)
-    low, high = facts.windows.run.low_log2, facts.windows.run.high_log2
-    runs_out = low is not None and high is not None and high - rise < low <= high
-    info = analysis.tensors[t]
-    return [
-        Finding(
-            id="gradient-headroom-low",
-            severity="warning" if runs_out else "info",
-            confidence="medium",
-            title="A gradient is near FP16's maximum and growing",
-            summary=(
-                f"{info.described} has {headroom:.1f} binades left below 65,504 at the scale in force, and its "
-                "unscaled "
-                f"magnitude grew by {rise:.1f} binades over the run."
-                + (" Another run's length of it and no scale fits any more." if runs_out else "")
-            ),
-            scale_can_fix="yes",
-            where=(place_of(info),),
-            steps=(int(samples.step.min()), int(samples.step.max())),
-            evidence=(
-                Evidence("headroom_log2", round(headroom, 2), "binades", float(HEADROOM_LOG2)),
-                Evidence("growth_log2", round(rise, 2), "binades over the run", RISE_LOG2),
-            ),
-            remedy=(
-                "A dynamic scale follows; a fixed one needs lowering. If it keeps growing, clip after "
-                "unscale_ or lower the rate."
-            ),
-        )
-    ]
 
 
 def _window_empty(facts: Facts) -> Outcome:
@@ -403,8 +278,8 @@ def _missing_scaling(facts: Facts) -> Outcome:
 
 GRADIENT_ZONES: tuple[Check, ...] = (
     Check("gradient-underflow", _underflow),
-    Check("gradient-overflow", _overflow),
-    Check("gradient-headroom-low", _headroom),
+    Check("gradient-overflow", overflow),
+    Check("gradient-headroom-low", headroom),
     Check("scale-window-empty", _window_empty),
     Check("layer-without-gradient", _without_gradient),
     Check("missing-loss-scaling", _missing_scaling),

@@ -13,7 +13,10 @@ import numpy as np
 from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, place_of, power
 from gradaudit.analysis.checks.scale_course import scale_course
 from gradaudit.analysis.context import TARGET_DB
+from gradaudit.analysis.history import ScaleHistory
+from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.report import Evidence, Finding, Place
+from gradaudit.analysis.windows import needed_since
 
 STATIC_INTERVAL = 1_000_000
 """A growth interval beyond any run is a way of saying static."""
@@ -23,6 +26,9 @@ RUNAWAY_GROWTHS = 3
 
 MIN_STATIC_UPDATES = 10
 """A scale that has not moved for ten updates, overflows included, is held."""
+
+HELD_SHARE = 0.9
+"""Share of overflows that leave the scale where it is from which on it is held there; with fewer it thrashes."""
 
 
 def _look_for(name: str, facts: Facts) -> Outcome:
@@ -73,21 +79,15 @@ def _never_grew(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
         return Skipped("no enabled GradScaler was used")
-    found = np.flatnonzero(history.found)
-    clean = len(history) - (int(found[-1]) + 1 if len(found) else 0)
-    low = facts.windows.run.low_log2
-    last = float(history.scale[-1]) if len(history) else 0.0
-    interval = history.settings.growth_interval
-    if (
-        low is None
-        or facts.windows.lowest is None
-        or last <= 0
-        or history.num_growths
-        or clean >= interval
-        or interval >= STATIC_INTERVAL
-    ):
+    if not len(history) or history.found[-1] or history.num_growths or facts.windows.is_empty:
         return []
-    if math.log2(last) >= low or facts.windows.is_empty or not clean:
+    found = np.flatnonzero(history.found)
+    first = int(found[-1]) + 1 if len(found) else 0
+    clean, last, interval = len(history) - first, float(history.scale[-1]), history.settings.growth_interval
+    lowest, low = needed_since(facts.analysis, int(history.step[first]))
+    if low is None or lowest is None or clean >= interval or _is_held(history):
+        return []
+    if last <= 0 or math.log2(last) >= low:
         return []
     return [
         Finding(
@@ -97,11 +97,11 @@ def _never_grew(facts: Facts) -> Outcome:
             title="The run is too short for the scale to grow, and it needs to",
             summary=(
                 f"The scale stayed at {power(last)} for {clean} clean updates; growing takes {interval}. "
-                f"{facts.windows.lowest.described} needs at least 2^{low}."
+                f"{lowest.described} needs at least 2^{low}."
             ),
             scale_can_fix="yes",
-            where=(place_of(facts.windows.lowest),),
-            steps=(int(history.step[0]), int(history.step[-1])),
+            where=(place_of(lowest),),
+            steps=(int(history.step[first]), int(history.step[-1])),
             evidence=(
                 Evidence("num_clean_updates", clean, "updates since the last overflow", float(interval)),
                 Evidence("scale", last, "", 2.0**low),
@@ -115,14 +115,14 @@ def _static_unsafe(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
         return Skipped("no enabled GradScaler was used")
-    if len(history) < MIN_STATIC_UPDATES or np.ptp(history.scale) > 0:
+    if len(history) < MIN_STATIC_UPDATES or not _is_held(history):
         return []
-    overflows = history.found & ~history.forward_bad
+    overflows = history.found & ~unexplained(facts.analysis, history)
+    overflows[: history.calibration_end] = False
     low = facts.windows.run.low_log2
-    scale = float(history.scale[0])
-    held = history.settings.growth_interval >= STATIC_INTERVAL or history.found[:-1].any()
+    scale = float(history.scale[-1])
     underflows = low is not None and scale > 0 and math.log2(scale) < low
-    if not held or not (overflows.any() or underflows):
+    if not (overflows.any() or underflows):
         return []
     needy = facts.windows.lowest.described if facts.windows.lowest is not None else "a gradient"
     harm = (
@@ -136,7 +136,7 @@ def _static_unsafe(facts: Facts) -> Outcome:
             severity="warning",
             confidence="high",
             title="The loss scale is held fixed at a value that does harm",
-            summary=f"The scale was {power(scale)} throughout and {harm}.",
+            summary=f"The scale was held at {power(scale)} and {harm}.",
             scale_can_fix="yes",
             where=(),
             steps=(int(history.step[0]), int(history.step[-1])),
@@ -147,6 +147,19 @@ def _static_unsafe(facts: Facts) -> Outcome:
             remedy="Let GradScaler move the scale (its default factors), starting at the recommended init_scale.",
         )
     ]
+
+
+def _is_held(history: ScaleHistory) -> bool:
+    """Whether something other than the scaler's rule keeps the scale where it is, from the end of the start on."""
+    first = history.calibration_end
+    scale, found, tracker = history.scale[first:], history.found[first:], history.growth_tracker[first:]
+    if not len(scale) or np.ptp(scale) > 0:
+        return False
+    if found[:-1].any():
+        # an overflow that did not lower it; with a floor above what batches bear some still fit, see scale-thrashing
+        return bool(np.ptp(history.scale) == 0 or found.mean() >= HELD_SHARE)
+    never_counts = len(tracker) >= MIN_STATIC_UPDATES and (tracker >= 0).all() and not (np.diff(tracker) > 0).any()
+    return never_counts or history.settings.growth_interval >= STATIC_INTERVAL
 
 
 def _resume_reset(facts: Facts) -> Outcome:

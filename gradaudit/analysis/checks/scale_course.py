@@ -12,25 +12,24 @@ import math
 import numpy as np
 
 from gradaudit.analysis.checks.base import Facts, power
-from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.history import ScaleHistory
+from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.report import Confidence, Evidence, Finding, Place
-from gradaudit.analysis.windows import LIMIT_LOG2, born_here
 
 RECIPROCAL_OVERFLOWS = 2.0**-128
 """At or below it the float32 reciprocal is inf: unscaling makes finite gradients non-finite after they were checked."""
 
-SLACK_LOG2 = 3
-"""An overflow is explained by finite gradients if they come within three binades of the limit: batches differ."""
-
 MIN_UNEXPLAINED = 5
 """Halvings that finite gradients do not explain before we speak of a collapse: a single bad batch is not one."""
 
-NEVER_EXPLAINED_LOG2 = -10
-"""With no finite step to compare, an overflow at 2^-10 would take gradients above 6.7e7: nothing finite does that."""
-
 MIN_PINNED = 3
-"""Overflows in a row that leave the scale where it is."""
+"""Overflows that leave the scale where it is before it counts as held there."""
+
+PINNED_SHARE = 0.25
+"""Share of updates that overflow at the floor; rarer ones are single bad batches."""
+
+RECOVERED_UPDATES = 20
+"""Clean updates, and three times as many as there were overflows, after which a burst is over."""
 
 FEW_OVERFLOWS = 3
 """Overflows beyond what the interval implies that any run may have: an odd batch, a lucky climb."""
@@ -40,18 +39,17 @@ DECAY_LOG2 = 3
 
 
 def scale_course(facts: Facts) -> Finding | None:
-    """The one verdict on the scale's course."""
-    history = facts.analysis.history
-    if history is None or not len(history):
-        return None
+    """The one verdict on the scale's course; the strongest of all scalers' where there are several."""
+    courses = [(history, unexplained(facts.analysis, history)) for history in facts.analysis.histories]
     for judge in (_zero, _at_floor, _collapse, _decay, _thrashing, _hunting, _calibration):
-        finding = judge(facts.analysis, history)
-        if finding is not None:
-            return finding
+        for history, mask in courses:
+            finding = judge(history, mask)
+            if finding is not None:
+                return finding
     return None
 
 
-def _zero(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+def _zero(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
     gone = np.flatnonzero(history.scale <= RECIPROCAL_OVERFLOWS)
     if not len(gone):
         return None
@@ -80,17 +78,14 @@ def _zero(analysis: Analysis, history: ScaleHistory) -> Finding | None:
     )
 
 
-def _at_floor(analysis: Analysis, history: ScaleHistory) -> Finding | None:
-    if len(history) < 2:
-        return None
-    pinned = history.found[:-1] & (np.diff(history.scale) == 0)
-    moved = np.flatnonzero(np.diff(history.scale) != 0)
+def _at_floor(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
     floor = float(history.scale.min())
-    at_floor = pinned & (history.scale[:-1] == floor)
-    tail = history.found[-1] and history.scale[-1] == floor
-    if at_floor.sum() < MIN_PINNED or not (len(moved) or history.settings.init_scale > floor):
-        return None
+    held = np.append(np.diff(history.scale) >= 0, True)
+    at_floor = born_elsewhere & held & (history.scale == floor)
     where = np.flatnonzero(at_floor)
+    if len(where) < MIN_PINNED or at_floor[where[0] :].mean() < PINNED_SHARE:
+        return None
+    tail = bool(at_floor[-1])
     return Finding(
         id="scale-at-floor",
         severity="error",
@@ -108,81 +103,42 @@ def _at_floor(analysis: Analysis, history: ScaleHistory) -> Finding | None:
             Evidence("num_overflows", int(at_floor.sum()), "updates at the floor", MIN_PINNED),
         ),
         remedy=(
-            "A lower floor only hides it. If the loss is finite, some tensor is larger than the floor allows: "
-            "lower the "
-            "floor to the safe window; if not, the forward overflows: keep that part in FP32 or train in BF16."
+            "A lower floor only hides it: no finite gradient explains these overflows. Find the first non-finite value "
+            "of the forward, of the batch, or of the backward where the loss is finite (the square root or the "
+            "logarithm of zero); keep that part in FP32 or train in BF16."
         ),
     )
 
 
-def unexplained(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
-    """Updates whose overflow no finite gradient near them explains, as a mask.
-
-    A non-finite loss explains none. Otherwise the largest finite gradient of the nearest clean updates, at the scale
-    in force, has to come within SLACK_LOG2 of the limit; every FP16 gradient counts, so far as it was sampled.
-    """
-    clean = ~history.found & np.isfinite(history.amax_log2)
-    if not clean.any():
-        return np.asarray(history.found & history.forward_bad)
-    index = np.arange(len(history))
-    near = np.interp(index, index[clean], history.amax_log2[clean]) + _graph_above_params(analysis)
-    with np.errstate(divide="ignore"):
-        reach = near + np.log2(history.scale)
-    return np.asarray(history.found & (history.forward_bad | (reach < LIMIT_LOG2 - SLACK_LOG2)))
-
-
-def _graph_above_params(analysis: Analysis) -> float:
-    """Binades by which the largest FP16 gradient of the graph exceeds the largest parameter gradient."""
-    samples, kinds = analysis.samples, np.array([t.kind == "param_grad" for t in analysis.tensors], dtype=bool)
-    if not len(samples):
-        return 0.0
-    usable = analysis.applied & (samples.amax > 0)
-    params = usable & kinds[samples.tensor]
-    graph = usable & analysis.rounds[samples.tensor]
-    if not params.any() or not graph.any():
-        return 0.0
-    with np.errstate(divide="ignore"):
-        amax = np.log2(samples.amax) - analysis.scale_log2
-    return max(0.0, float(amax[graph].max() - amax[params].max()))
-
-
-def _collapse(analysis: Analysis, history: ScaleHistory) -> Finding | None:
-    if not (history.found & ~history.forward_bad).any() and not history.forward_bad.any():
+def _collapse(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
+    bad = np.flatnonzero(born_elsewhere)
+    if len(bad) < MIN_UNEXPLAINED or _is_over(history, bad):
         return None
-    if history.settings.backoff_factor >= 1:
+    clean_before = np.flatnonzero(~history.found[: bad[0]])
+    start = int(clean_before[-1]) + 1 if len(clean_before) else 0
+    before, after = float(history.scale[start]), float(history.scale[-1])
+    num_backoffs = math.log(before / after) / -math.log(history.settings.backoff_factor) if after > 0 else math.inf
+    if num_backoffs < MIN_UNEXPLAINED - 1:
         return None
-    mask = unexplained(analysis, history)
-    never_clean = bool(history.found.all())
-    if never_clean:
-        below = history.scale[-1] < 2.0**NEVER_EXPLAINED_LOG2
-        if below or _nan_from_small(analysis):
-            mask = history.found
-    bad = np.flatnonzero(mask)
-    if len(bad) < MIN_UNEXPLAINED:
-        return None
-    before, after = float(history.scale[bad[0]]), float(history.scale[-1])
-    num_halvings = math.log2(before / after) if after > 0 else math.inf
-    if num_halvings < MIN_UNEXPLAINED - 1:
-        return None
-    forward = int((mask & history.forward_bad).sum())
+    forward = int((born_elsewhere & history.forward_bad).sum())
     cause = (
         f"the loss itself was not finite in {forward} of them, so it is the forward that fails"
         if forward
         else "the finite gradients around them lie far below the limit, so something is NaN at every scale"
     )
-    confidence: Confidence = "high" if forward or not never_clean else "medium"
+    confidence: Confidence = "high" if forward or not history.found.all() else "medium"
     return Finding(
         id="scale-collapse",
         severity="error",
         confidence=confidence,
         title="The loss scale collapses and no scale can stop it",
         summary=(
-            f"From step {history.step[bad[0]]} on the scale fell from {power(before)} to {power(after)} "
+            f"From step {history.step[start]} on the scale fell from {power(before)} to {power(after)} "
             f"in {len(bad)} overflows that finite gradients do not explain: {cause}."
         ),
         scale_can_fix="no",
-        where=(Place("step", str(history.step[bad[0]])),),
-        steps=(int(history.step[bad[0]]), int(history.step[bad[-1]])),
+        where=(Place("step", str(history.step[start])),),
+        steps=(int(history.step[start]), int(history.step[bad[-1]])),
         evidence=(
             Evidence("num_unexplained_overflows", len(bad), "updates", MIN_UNEXPLAINED),
             Evidence("num_nonfinite_losses", forward, "updates"),
@@ -197,37 +153,32 @@ def _collapse(analysis: Analysis, history: ScaleHistory) -> Finding | None:
     )
 
 
-def _nan_from_small(analysis: Analysis) -> bool:
-    """Whether the first non-finite gradients were computed from finite ones far below the limit."""
-    samples = analysis.samples
-    born = np.flatnonzero(born_here(analysis) & (samples.num_nan > 0) & (samples.num_inf == 0))
-    if len(born) < MIN_UNEXPLAINED:
-        return False
-    amax_at = {(int(t), int(s)): a for t, s, a in zip(samples.tensor, samples.step, samples.amax, strict=True)}
-    parents = [
-        max(
-            (amax_at.get((p, int(samples.step[r])), 0.0) for p in analysis.tensors[samples.tensor[r]].parents),
-            default=0.0,
-        )
-        for r in born
-    ]
-    return bool(np.median(parents) < 2.0 ** (LIMIT_LOG2 - SLACK_LOG2))
+def _is_over(history: ScaleHistory, bad: np.ndarray) -> bool:
+    """Whether these overflows were one burst and the run went on well after it."""
+    num_after = len(history) - 1 - int(bad[-1])
+    one_burst = bool(history.found[bad[0] : bad[-1] + 1].all())
+    return one_burst and num_after >= max(RECOVERED_UPDATES, 3 * len(bad))
 
 
-def _backward_late(history: ScaleHistory) -> np.ndarray:
+def _late(history: ScaleHistory, born_elsewhere: np.ndarray) -> np.ndarray:
+    """Updates after the start that overflowed because the scale was too large for them."""
     late = history.late()
-    return np.asarray(late[~history.forward_bad[late]])
+    return np.asarray(late[~born_elsewhere[late]])
+
+
+def _bursts(late: np.ndarray) -> list[np.ndarray]:
+    return np.split(late, np.flatnonzero(np.diff(late) > 1) + 1) if len(late) else []
 
 
 def _allowed(history: ScaleHistory) -> float:
-    """Overflows that the interval implies, and room for chance: half again, two standard deviations, a few of any run."""
+    """Overflows that the interval implies, with room for chance: half again, two deviations, a few of any run."""
     expected = (len(history) - history.calibration_end) * history.settings.highest_skip_rate()
     return 1.5 * expected + 2 * math.sqrt(expected) + FEW_OVERFLOWS
 
 
-def _decay(analysis: Analysis, history: ScaleHistory) -> Finding | None:
-    late = _backward_late(history)
-    episodes = [e for e in history.episodes() if not history.forward_bad[e].all()]
+def _decay(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
+    late = _late(history, born_elsewhere)
+    episodes = _bursts(late)
     if len(episodes) < DECAY_LOG2 or history.scale[-1] <= 0:
         return None
     start = float(history.scale[min(history.calibration_end, len(history) - 1)])
@@ -269,9 +220,9 @@ def _amax_rise(history: ScaleHistory) -> float:
     return float(np.median(known[-quarter:]) - np.median(known[:quarter])) if len(known) >= 4 else 0.0
 
 
-def _thrashing(analysis: Analysis, history: ScaleHistory) -> Finding | None:
-    late = _backward_late(history)
-    episodes = [e for e in history.episodes() if not history.forward_bad[e].all()]
+def _thrashing(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
+    late = _late(history, born_elsewhere)
+    episodes = _bursts(late)
     allowed = _allowed(history)
     if len(episodes) < 2 or len(late) <= allowed:
         return None
@@ -306,8 +257,8 @@ def _thrashing(analysis: Analysis, history: ScaleHistory) -> Finding | None:
     )
 
 
-def _hunting(analysis: Analysis, history: ScaleHistory) -> Finding | None:
-    late = _backward_late(history)
+def _hunting(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
+    late = _late(history, born_elsewhere)
     if not len(late) or not history.num_growths or len(late) > _allowed(history):
         return None
     after = history.scale[np.minimum(late + 1, len(history) - 1)]
@@ -333,7 +284,7 @@ def _hunting(analysis: Analysis, history: ScaleHistory) -> Finding | None:
     )
 
 
-def _calibration(analysis: Analysis, history: ScaleHistory) -> Finding | None:
+def _calibration(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
     end = history.calibration_end
     num = int(history.found[:end].sum())
     if not num or history.forward_bad[:end].any():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.capture.recording import WIDTH, batch, by_name, names, net, record, scaler, step
+from tests.unit.capture.trainings import WIDTH, batch, by_name, names, net, record, scaler, step
 
 NUM_STEPS = 25
 
@@ -23,7 +23,9 @@ def test_scale_and_outcome_are_those_of_the_real_scaler_at_every_step(
     model, s = net(), scaler(growth_interval=3)
     optimizer = torch.optim.Adam(model.parameters(), fused=fused)
     rng = np.random.default_rng(0)
-    poisons = [tuple(rng.choice(4, rng.integers(1, 4), replace=False)) if rng.random() < 0.3 else () for _ in range(NUM_STEPS)]
+    poisons = [
+        tuple(rng.choice(4, rng.integers(1, 4), replace=False)) if rng.random() < 0.3 else () for _ in range(NUM_STEPS)
+    ]
     scales, trackers = [], []
 
     def train() -> None:
@@ -171,7 +173,9 @@ def test_without_an_enabled_scaler_steps_are_unscaled(tmp_path: Path, *, enabled
     s = None if enabled is None else scaler(enabled=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []
-    run = record(tmp_path / "run", lambda: losses.extend(step(model, optimizer, s).item() for _ in range(3)), model=model)
+    run = record(
+        tmp_path / "run", lambda: losses.extend(step(model, optimizer, s).item() for _ in range(3)), model=model
+    )
     assert run.steps.scaler.tolist() == [-1, -1, -1]
     assert run.steps.scale.tolist() == [1.0, 1.0, 1.0]
     assert run.steps.found_inf.tolist() == [-1, -1, -1]

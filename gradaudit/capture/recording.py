@@ -1,4 +1,4 @@
-"""`attach`: the recording as something opened and closed, by hand or by `gradaudit run`."""
+"""A recording as something opened and closed: by hand through `gradaudit.attach`, or by `gradaudit run`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-import gradaudit
+from gradaudit._version import __version__
 from gradaudit.capture.apply import ScalerSettings, apply_to_new_scalers
 from gradaudit.capture.auditor import Auditor
 from gradaudit.capture.callsite import shorten
@@ -23,21 +22,26 @@ from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.errors import CaptureError
 from gradaudit.schema import RUN_FORMAT, SCHEMA_VERSION
-from gradaudit.store.folders import default_folder
 from gradaudit.store.host import host_id
 from gradaudit.store.writer import RunWriter
 
-if TYPE_CHECKING:
-    from gradaudit.analysis.report import AuditReport
-
-_attached: list[Audit] = []
+_attached: list[Recording] = []
 """The one recording of this process: torch's hooks are global, so there is never a second."""
 
 
-class Audit:
-    """A recording under way. Made by `attach`; use it as a context manager or call `close`.
+class Recording:
+    """A recording under way; `close` ends it. Only one can be open in a process.
 
-    `path` is the run folder.
+    Args:
+        path: Run folder.
+        settings: What to record.
+        argv: The command line to note in the run.
+        force: Whether a run already in the folder may be replaced.
+        apply: Settings for every GradScaler built while the recording is open.
+
+    Raises:
+        CaptureError: Another recording is open, or the folder cannot be written.
+        RunExists: The folder holds a run already.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Audit:
         run = {
             "format": RUN_FORMAT,
             "schema_version": SCHEMA_VERSION,
-            "gradaudit_version": gradaudit.__version__,
+            "gradaudit_version": __version__,
             "torch_version": torch.__version__,
             "python_version": platform.python_version(),
             "argv": list(argv),
@@ -88,17 +92,9 @@ class Audit:
             raise
         _attached.append(self)
 
-    def add_root(self, module: torch.nn.Module) -> None:
-        """Take names from this module before it is first called."""
-        self._auditor.names.add_root(module)
-
-    def __enter__(self) -> Audit:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close(error)
+    def introduce(self, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
+        """Take names and settings from these before their first use. Sync: none."""
+        self._auditor.introduce(model, optimizer, scaler)
 
     def close(self, error: BaseException | None = None) -> None:
         """Stop recording and finish the run on disk; a second call does nothing.
@@ -125,17 +121,6 @@ class Audit:
             self._leave_a_note()
         self._auditor.off = True  # for wrappers that somebody else has wrapped, and that stay
 
-    def report(self) -> AuditReport:
-        """Close the recording and audit the run.
-
-        Sync: as `close`.
-        """
-        from gradaudit.analysis.audit import audit
-        from gradaudit.store import open_run
-
-        self.close()
-        return audit(open_run(self.path))
-
     def _describe(self) -> dict[str, Any]:
         return {**self._auditor.describe(), "ended": self._ended, "exception": self._exception}
 
@@ -145,59 +130,6 @@ class Audit:
             self._writer.write_meta()
         except OSError:
             pass  # the disk that made the recorder fail; the warning has been given
-
-
-def attach(
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    scaler: Any = None,
-    *,
-    out: str | os.PathLike[str] | None = None,
-    every: int = 10,
-    budget: float | None = None,
-    include: str | Sequence[str] = (),
-    exclude: str | Sequence[str] = (),
-    force: bool = False,
-) -> Audit:
-    """Record the training that follows, until the returned object is closed.
-
-    Everything that trains in this process is recorded, as with `gradaudit run`; the arguments give names early.
-
-    Example:
-        with gradaudit.attach(model, optimizer, scaler, out="runs/a") as audit:
-            train()
-        report = audit.report()
-
-    Args:
-        model: Root of the names.
-        optimizer: Named before its first step.
-        scaler: A GradScaler whose settings are noted before its first use.
-        out: Run folder; by default gradaudit-runs/<script>-<date>-<time>.
-        every: Take histograms every this many steps.
-        budget: Percent of step time that recording may cost; lengthens the interval.
-        include: fqn globs; only these get histograms.
-        exclude: fqn globs; these get none.
-        force: Whether a run already in `out` may be replaced.
-
-    Raises:
-        CaptureError: Another recording is open, or the folder cannot be written.
-        RunExists: `out` holds a run already.
-        ValueError: A setting is out of range.
-
-    Sync: none.
-    """
-    if not isinstance(model, torch.nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; pass the torch.nn.Module that is trained.")
-    settings = CaptureSettings(every=every, budget=budget, include=_patterns(include), exclude=_patterns(exclude))
-    path = Path(out) if out is not None else default_folder(sys.argv[0] if sys.argv else "")
-    audit = Audit(path, settings, argv=[shorten(arg) if os.path.isabs(arg) else arg for arg in sys.argv], force=force)
-    audit.add_root(model)
-    audit._auditor.introduce(optimizer, scaler)
-    return audit
-
-
-def _patterns(globs: str | Sequence[str]) -> tuple[str, ...]:
-    return (globs,) if isinstance(globs, str) else tuple(globs)
 
 
 def _describe_settings(settings: ScalerSettings | None) -> dict[str, float] | None:
@@ -216,7 +148,7 @@ def _describe_exception(error: BaseException) -> dict[str, Any]:
     trace = error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
-        if not name.startswith((os.path.dirname(torch.__file__), os.path.dirname(gradaudit.__file__), "<")):
+        if not name.startswith((os.path.dirname(torch.__file__), str(Path(__file__).parent.parent), "<")):
             file, line = shorten(name), trace.tb_lineno
         trace = trace.tb_next
     message = str(error).strip().splitlines()
@@ -226,14 +158,13 @@ def _describe_exception(error: BaseException) -> dict[str, Any]:
 def _after_fork() -> None:
     # a forked worker inherits the hooks but neither the thread nor the right to write into the run
     while _attached:
-        audit = _attached.pop()
-        audit._auditor.off = True
+        _attached.pop()._auditor.off = True
 
 
 def _at_exit() -> None:
     # a script that never closes its recording has still recorded up to its end
-    for audit in list(_attached):
-        audit.close(getattr(sys, "last_value", None))
+    for recording in list(_attached):
+        recording.close(getattr(sys, "last_value", None))
 
 
 atexit.register(_at_exit)

@@ -1,8 +1,9 @@
-"""Records small trainings for the tests of capture."""
+"""Small trainings, recorded, for the tests of capture."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 
 import gradaudit
-from gradaudit.capture.attach import Audit
+from gradaudit.capture.recording import Recording
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.store import Run, TensorInfo, open_run
 
@@ -59,10 +60,11 @@ def step(
 def record(folder: Path, train: Callable[[], Any], *, model: nn.Module | None = None, **options: Any) -> Run:
     """Record what `train` does: as `attach(model)` would, or without a model as `gradaudit run` does."""
     if model is not None:
-        audit = gradaudit.attach(model, out=folder, **options)
+        opened: Any = gradaudit.attach(model, out=folder, **options)
     else:
-        audit = Audit(folder, CaptureSettings(**options), argv=["train.py"], force=False)
-    with audit:
+        opened = Recording(folder, CaptureSettings(**options), argv=["train.py"], force=False)
+    with ExitStack() as stack:
+        stack.callback(opened.close)
         train()
     run = open_run(folder)
     assert run.meta["errors"] == []

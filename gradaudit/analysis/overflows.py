@@ -1,0 +1,155 @@
+"""Which overflows finite gradients explain: those that a smaller scale would have spared.
+
+A gradient of ordinary size that the scale took over the limit is explained. A non-finite loss is not, nor is a gradient
+that is inf or NaN at every scale (the square root of zero, inf times zero): there the scale falls for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from gradaudit.analysis.context import Analysis
+from gradaudit.analysis.history import ScaleHistory
+from gradaudit.formats import FP16
+from gradaudit.store.reader import NO_GRADIENT, Steps
+
+LIMIT_LOG2 = float(np.log2(FP16.overflow_at))
+
+SLACK_LOG2 = 3
+"""An overflow is explained by finite gradients if they come within three binades of the limit: batches differ."""
+
+AMPLIFICATION_LOG2 = 10
+"""By how much one operation may enlarge a gradient, sums over a batch aside: a matrix of large weights does, by a few
+binades. A division by zero enlarges anything, at any scale."""
+
+NEVER_EXPLAINED_LOG2 = -10
+"""With nothing finite to compare, an overflow at 2^-10 would take gradients above 6.7e7: nothing finite does that."""
+
+
+def born_here(analysis: Analysis) -> np.ndarray:
+    """Whether a sample is non-finite although all it was computed from was finite, shape [R]."""
+    samples = analysis.samples
+    bad = (samples.num_inf > 0) | (samples.num_nan > 0)
+    bad_at = set(zip(samples.tensor[bad].tolist(), samples.step[bad].tolist(), strict=True))
+    born = np.zeros(len(samples), dtype=bool)
+    for row in np.flatnonzero(bad):
+        step = int(samples.step[row])
+        born[row] = not any((p, step) in bad_at for p in analysis.tensors[samples.tensor[row]].parents)
+    return born
+
+
+def too_large(analysis: Analysis, born: np.ndarray) -> np.ndarray:
+    """Whether a non-finite sample that was born here is one by its size, shape [R].
+
+    It is if its largest finite value, or those it was computed from, come near the limit.
+    """
+    samples, tensors = analysis.samples, analysis.tensors
+    large = np.zeros(len(samples), dtype=bool)
+    near = np.flatnonzero(np.isin(samples.step, samples.step[born]))
+    row_at = {(int(samples.tensor[row]), int(samples.step[row])): row for row in near}
+    for row in np.flatnonzero(born):
+        reach = [_log2(samples.amax[row]) + SLACK_LOG2]
+        for parent in tensors[samples.tensor[row]].parents or (None,):
+            source = row_at.get((parent, int(samples.step[row]))) if parent is not None else None
+            if source is None or not tensors[samples.tensor[source]].parents:
+                reach.append(analysis.scale_log2[row] + AMPLIFICATION_LOG2)  # the loss, where the scale comes in
+            if source is not None:
+                summed = _log2(samples.numel[source] / max(samples.numel[row], 1))
+                reach.append(_log2(samples.amax[source]) + max(summed, 0.0) + AMPLIFICATION_LOG2)
+        large[row] = max(reach) >= LIMIT_LOG2
+    return large
+
+
+def _log2(value: float) -> float:
+    return math.log2(value) if value > 0 else -math.inf
+
+
+def unexplained(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
+    """Updates whose overflow no finite gradient explains, as a mask of shape [U].
+
+    A non-finite loss explains none. Where the step was sampled, the gradient that was non-finite first decides.
+    Otherwise the largest gradient of the clean updates on either side, times the factor by which those parameters that
+    stayed finite differ from theirs, has to come near the limit at the scale in force. Failing that, the nearest
+    sampled overflow stands for it.
+    """
+    judged = _judged_by_samples(analysis, history)
+    reach = _reach_log2(analysis, history) + np.log2(np.maximum(history.scale, np.finfo(float).tiny))
+    for update in np.flatnonzero(history.found & np.isnan(judged)):
+        if np.isfinite(reach[update]):
+            judged[update] = reach[update] < LIMIT_LOG2 - SLACK_LOG2
+    known = np.flatnonzero(~np.isnan(judged))
+    for update in np.flatnonzero(history.found & np.isnan(judged)):
+        if len(known):
+            judged[update] = judged[known[np.abs(known - update).argmin()]]
+        else:
+            judged[update] = history.scale[update] < 2.0**NEVER_EXPLAINED_LOG2
+    return np.asarray(history.found & (history.forward_bad | (judged == 1)))
+
+
+def _judged_by_samples(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
+    """1: not by its size, 0: by its size, NaN: not sampled; shape [U]."""
+    samples = analysis.samples
+    born = born_here(analysis)
+    large = too_large(analysis, born)
+    update_at = dict(zip(analysis.steps.step.tolist(), history.update_of.tolist(), strict=True))
+    judged = np.full(len(history), np.nan)
+    for row in np.flatnonzero(born):
+        update = update_at.get(int(samples.step[row]), -1)
+        if update >= 0:
+            judged[update] = np.fmin(judged[update], 0.0 if large[row] else 1.0)
+    return judged
+
+
+def _reach_log2(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
+    """log2 of the unscaled magnitude that an overflow's gradients are likely to have had, shape [U]; NaN if unknown."""
+    found = np.full(len(history), np.nan)
+    clean = np.flatnonzero(~history.found & np.isfinite(history.amax_log2))
+    if not len(clean):
+        return found
+    above = _graph_above_params(analysis)
+    enlarged = _enlarged_log2(analysis.steps, history)
+    for update in np.flatnonzero(history.found):
+        after = np.searchsorted(clean, update)
+        sides = clean[max(after - 1, 0) : after + 1]
+        found[update] = history.amax_log2[sides].max() + enlarged[update] + above
+    return found
+
+
+def _enlarged_log2(steps: Steps, history: ScaleHistory) -> np.ndarray:
+    """By how much the parameters that stayed finite exceed what they were on either side, at most; shape [U]."""
+    enlarged = np.zeros(len(history))
+    for optimizer in np.unique(steps.optimizer):
+        rows, amax = steps.param_matrix(int(optimizer))
+        mine = history.update_of[rows] >= 0
+        rows, amax = rows[mine], amax[mine]
+        finite = np.isfinite(amax) & (amax > 0) & (amax != NO_GRADIENT)
+        scale = np.where(steps.scaled[rows].astype(bool), steps.scale[rows], 1.0)
+        unscaled = np.full(amax.shape, np.nan)
+        unscaled[finite] = np.log2(amax[finite])
+        unscaled -= np.log2(np.maximum(scale, np.finfo(float).tiny))[:, None]
+        clean = np.flatnonzero(~history.found[history.update_of[rows]])
+        for i in np.flatnonzero(history.found[history.update_of[rows]]) if len(clean) else []:
+            after = np.searchsorted(clean, i)
+            usual = unscaled[clean[max(after - 1, 0) : after + 1]]
+            with np.errstate(invalid="ignore"):
+                factor = np.fmax.reduce(unscaled[i] - np.fmax.reduce(usual, axis=0), initial=0.0)
+            update = history.update_of[rows[i]]
+            enlarged[update] = max(enlarged[update], factor)
+    return enlarged
+
+
+def _graph_above_params(analysis: Analysis) -> float:
+    """Binades by which the largest FP16 gradient of the graph exceeds the largest parameter gradient of its step."""
+    samples, is_param = analysis.samples, np.array([t.kind == "param_grad" for t in analysis.tensors], dtype=bool)
+    usable = np.flatnonzero(analysis.applied & (samples.amax > 0))
+    if not len(usable):
+        return 0.0
+    steps, inverse = np.unique(samples.step[usable], return_inverse=True)
+    amax = np.log2(samples.amax[usable]) - analysis.scale_log2[usable]
+    params, graph = np.full(len(steps), np.nan), np.full(len(steps), np.nan)
+    for into, chosen in ((params, is_param), (graph, analysis.rounds)):
+        mask = chosen[samples.tensor[usable]]
+        np.fmax.at(into, inverse[mask], amax[mask])
+    return float(np.fmax.reduce(graph - params, initial=0.0))
