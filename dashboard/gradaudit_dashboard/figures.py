@@ -34,6 +34,9 @@ GRAPH_CONFIG = {
 }
 """Of every graph on every page: nothing may leave this machine."""
 
+ACCENT = "#1f8fd6"
+"""Readable on a light and on a dark page."""
+
 SCALE_HEIGHT = 150
 PANEL_GAP = 34
 MARGIN = {"t": 24, "b": 40, "r": 16}
@@ -247,7 +250,7 @@ def _base_layout(height: int) -> Figure:
     return {
         "height": height, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": FONT, "size": 12, "color": "#444"}, "autosize": True,
-        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888", "activecolor": "#1f8fd6"},
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": "#888", "activecolor": ACCENT},
     }  # fmt: skip
 
 
@@ -285,12 +288,11 @@ def _scale_traces(points: Sequence[tuple[int, float]], skipped: Sequence[int]) -
     traces = [
         {
             "type": "scatter", "mode": "lines" if len(line) > 1 else "markers", "name": "loss scale", "yaxis": "y2",
-            "x": typed(steps), "y": [_log2(scale) for _, scale in line], "line": {"shape": "hv", "width": 2},
-            "text": texts, "hovertemplate": "scale %{text} from step %{x}<extra></extra>", "showlegend": False,
-            "marker": {"color": "#1f8fd6", "size": 8},
+            "x": typed(steps), "y": [_log2(scale) for _, scale in line], "text": texts,
+            "line": {"shape": "hv", "width": 2, "color": ACCENT}, "marker": {"color": ACCENT, "size": 8},
+            "hovertemplate": "scale %{text} from step %{x}<extra></extra>", "showlegend": False,
         }
     ]  # fmt: skip
-    traces[0]["line"]["color"] = "#1f8fd6"
     marks = skip_marks(points, skipped)
     if marks:
         traces.append(

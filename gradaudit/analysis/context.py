@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradaudit.analysis.history import ScaleHistory, scale_histories
+from gradaudit.analysis.history import ScaleHistory, scale_histories, scale_log2_of
 from gradaudit.analysis.noise import Noise, own_noise, total_noise
 from gradaudit.analysis.zones import zone_counts
 from gradaudit.formats import FP16_DTYPES
@@ -97,15 +97,17 @@ class Analysis:
         """Whether any gradient was FP16."""
         return any(t.dtype in FP16_DTYPES for t in self.tensors if t.kind in GRADIENT_KINDS)
 
-    def rows_of(self, tensor: int, *, applied_only: bool = True) -> np.ndarray:
-        """Sample rows of one tensor, in step order."""
+    def rows_of(self, tensor: int, *, applied_only: bool = True, before: int | None = None) -> np.ndarray:
+        """Sample rows of one tensor, in step order; only of steps before one if it is given."""
         start, stop = np.searchsorted(self.samples.tensor, [tensor, tensor + 1])
         rows = np.arange(start, stop)
-        return rows[self.applied[start:stop]] if applied_only else rows
+        if applied_only:
+            rows = rows[self.applied[rows]]
+        return rows if before is None else rows[self.samples.step[rows] < before]
 
-    def layer_db(self, values: np.ndarray, tensor: int) -> float | None:
+    def layer_db(self, values: np.ndarray, tensor: int, *, before: int | None = None) -> float | None:
         """The SQNR that 90 % of a tensor's applied sampled steps reach; None if it has none."""
-        rows = self.rows_of(tensor)
+        rows = self.rows_of(tensor, before=before)
         known = values[rows][~np.isnan(values[rows])]
         return float(np.quantile(known, QUANTILE, method="lower")) if len(known) else None
 
@@ -125,7 +127,7 @@ def analyse(run: Run) -> Analysis:
     known = everything.tensor < len(tensors) if len(everything) else np.zeros(0, dtype=bool)
     everything = everything.select(known)  # a live run's table may lag behind its samples by a moment
     samples = only(everything, tensors, GRADIENT_KINDS)
-    scale_log2 = np.where(samples.scaled, np.log2(np.maximum(samples.scale, np.finfo(np.float64).tiny)), 0.0)
+    scale_log2 = np.where(samples.scaled, scale_log2_of(samples.scale), 0.0)
     applied = _applied(samples, steps)
     here = np.zeros(1)
     own = own_noise(samples, tensors, here)

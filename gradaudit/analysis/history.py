@@ -17,6 +17,8 @@ from gradaudit.store.reader import NO_GRADIENT, Steps
 CALIBRATION_GAP = 3
 """Clean steps allowed between two overflows of the start: near the limit some batches still fit."""
 
+SMALLEST_SCALE = 2.0**-149
+
 MAX_DRAWN = 600
 """Points of the loss curve kept for drawing."""
 
@@ -82,12 +84,17 @@ class ScaleHistory:
         return np.flatnonzero(self.found)[np.flatnonzero(self.found) >= self.calibration_end]
 
 
+def scale_log2_of(scale: np.ndarray) -> np.ndarray:
+    """log2 of scales; one of zero counts as float32's smallest number, the last that was more than nothing."""
+    return np.asarray(np.log2(np.maximum(scale, SMALLEST_SCALE)))
+
+
 def unscaled_amax_log2(steps: Steps) -> np.ndarray:
     """log2 of each step's largest unscaled parameter gradient, shape [steps]; NaN where one was non-finite."""
     largest = np.array([max(float(v.max(initial=0.0)), 0.0) if np.isfinite(v).all() else np.nan for v in _known(steps)])
     scale = np.where(steps.scaled.astype(bool), steps.scale, 1.0)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.asarray(np.log2(largest) - np.log2(scale))
+        return np.asarray(np.log2(largest) - scale_log2_of(scale))
 
 
 def _known(steps: Steps) -> list[np.ndarray]:

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from gradaudit.analysis.context import Analysis
-from gradaudit.analysis.history import ScaleHistory
+from gradaudit.analysis.history import ScaleHistory, scale_log2_of
 from gradaudit.formats import FP16
 from gradaudit.store.reader import NO_GRADIENT, Steps
 
@@ -19,6 +19,9 @@ LIMIT_LOG2 = float(np.log2(FP16.overflow_at))
 
 SLACK_LOG2 = 3
 """An overflow is explained by finite gradients if they come within three binades of the limit: batches differ."""
+
+OUTLIER_LOG2 = 10
+"""The same where nothing of the overflowing step stayed finite to compare with: single batches may be far larger."""
 
 AMPLIFICATION_LOG2 = 10
 """By how much one operation may enlarge a gradient, sums over a batch aside: a matrix of large weights does, by a few
@@ -70,15 +73,18 @@ def unexplained(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
     """Updates whose overflow no finite gradient explains, as a mask of shape [U].
 
     A non-finite loss explains none. Where the step was sampled, the gradient that was non-finite first decides.
-    Otherwise the largest gradient of the clean updates on either side, times the factor by which those parameters that
-    stayed finite differ from theirs, has to come near the limit at the scale in force. Failing that, the nearest
-    sampled overflow stands for it.
+    Otherwise the largest gradient of the clean updates on either side, times the factor by which the loss and those
+    parameters that stayed finite exceed theirs, has to come near the limit at the scale in force. Failing that, the
+    nearest sampled overflow stands for it.
     """
     judged = _judged_by_samples(analysis, history)
-    reach = _reach_log2(analysis, history) + np.log2(np.maximum(history.scale, np.finfo(float).tiny))
+    usual = _usual_log2(analysis, history)
+    enlarged = _enlarged_log2(analysis.steps, history)
+    reach = usual + np.nan_to_num(enlarged) + scale_log2_of(history.scale)
     for update in np.flatnonzero(history.found & np.isnan(judged)):
         if np.isfinite(reach[update]):
-            judged[update] = reach[update] < LIMIT_LOG2 - SLACK_LOG2
+            slack = OUTLIER_LOG2 if np.isnan(enlarged[update]) else SLACK_LOG2
+            judged[update] = reach[update] < LIMIT_LOG2 - slack
     known = np.flatnonzero(~np.isnan(judged))
     for update in np.flatnonzero(history.found & np.isnan(judged)):
         if len(known):
@@ -102,42 +108,50 @@ def _judged_by_samples(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
     return judged
 
 
-def _reach_log2(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
-    """log2 of the unscaled magnitude that an overflow's gradients are likely to have had, shape [U]; NaN if unknown."""
-    found = np.full(len(history), np.nan)
+def _usual_log2(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
+    """log2 of the largest unscaled gradient of the clean updates next to each overflow, shape [U]; NaN if unknown."""
+    usual = np.full(len(history), np.nan)
     clean = np.flatnonzero(~history.found & np.isfinite(history.amax_log2))
-    if not len(clean):
-        return found
     above = _graph_above_params(analysis)
-    enlarged = _enlarged_log2(analysis.steps, history)
-    for update in np.flatnonzero(history.found):
-        after = np.searchsorted(clean, update)
-        sides = clean[max(after - 1, 0) : after + 1]
-        found[update] = history.amax_log2[sides].max() + enlarged[update] + above
-    return found
+    for update in np.flatnonzero(history.found) if len(clean) else []:
+        usual[update] = history.amax_log2[_beside(clean, int(update))].max() + above
+    return usual
+
+
+def _beside(clean: np.ndarray, index: int) -> np.ndarray:
+    """The entry before and the one after."""
+    after = np.searchsorted(clean, index)
+    return clean[max(after - 1, 0) : after + 1]
 
 
 def _enlarged_log2(steps: Steps, history: ScaleHistory) -> np.ndarray:
-    """By how much the parameters that stayed finite exceed what they were on either side, at most; shape [U]."""
-    enlarged = np.zeros(len(history))
+    """By how many binades the loss, or any parameter that stayed finite, exceeds what it was on either side.
+
+    Shape [U]; NaN where neither can be compared.
+    """
+    enlarged = np.full(len(history), np.nan)
+    with np.errstate(divide="ignore"):
+        loss_log2 = np.log2(np.abs(steps.loss))
     for optimizer in np.unique(steps.optimizer):
         rows, amax = steps.param_matrix(int(optimizer))
         mine = history.update_of[rows] >= 0
         rows, amax = rows[mine], amax[mine]
         finite = np.isfinite(amax) & (amax > 0) & (amax != NO_GRADIENT)
         scale = np.where(steps.scaled[rows].astype(bool), steps.scale[rows], 1.0)
-        unscaled = np.full(amax.shape, np.nan)
-        unscaled[finite] = np.log2(amax[finite])
-        unscaled -= np.log2(np.maximum(scale, np.finfo(float).tiny))[:, None]
-        clean = np.flatnonzero(~history.found[history.update_of[rows]])
-        for i in np.flatnonzero(history.found[history.update_of[rows]]) if len(clean) else []:
-            after = np.searchsorted(clean, i)
-            usual = unscaled[clean[max(after - 1, 0) : after + 1]]
-            with np.errstate(invalid="ignore"):
-                factor = np.fmax.reduce(unscaled[i] - np.fmax.reduce(usual, axis=0), initial=0.0)
+        sizes = np.full((len(rows), amax.shape[1] + 1), np.nan)
+        sizes[:, :-1][finite] = np.log2(amax[finite])
+        sizes -= scale_log2_of(scale)[:, None]
+        # a loss that stays as it was says nothing: only a larger one is a sign
+        sizes[:, -1] = np.where(np.isfinite(loss_log2[rows]), loss_log2[rows], np.nan)
+        found = history.found[history.update_of[rows]]
+        clean = np.flatnonzero(~found)
+        for i in np.flatnonzero(found) if len(clean) else []:
+            factor = sizes[i] - np.fmax.reduce(sizes[_beside(clean, int(i))], axis=0)
+            if factor[-1] < SLACK_LOG2:
+                factor[-1] = np.nan
             update = history.update_of[rows[i]]
-            enlarged[update] = max(enlarged[update], factor)
-    return enlarged
+            enlarged[update] = np.fmax(enlarged[update], np.fmax.reduce(factor))
+    return np.asarray(np.maximum(enlarged, 0.0))
 
 
 def _graph_above_params(analysis: Analysis) -> float:

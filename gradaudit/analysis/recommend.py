@@ -10,11 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
 from gradaudit.analysis.context import TARGET_DB, Analysis
 from gradaudit.analysis.history import ScalerSettings
+from gradaudit.analysis.overflows import LIMIT_LOG2
 from gradaudit.analysis.replay import ReplayResult, TorchPolicy, lowest_sqnr_db, replay
 from gradaudit.analysis.report import Finding, Outlook, Recommendation, Settings
-from gradaudit.analysis.windows import Windows
+from gradaudit.analysis.windows import Windows, limit_log2
 
 TARGET_SKIP_RATE = 0.001
 """One step in a thousand: a cost nobody notices, and often enough to find a better scale within an epoch."""
@@ -65,40 +68,47 @@ def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Fin
 
 
 def _choose(analysis: Analysis, found_windows: Windows) -> tuple[TorchPolicy, list[str]]:
-    window, lowest, highest = found_windows.run, found_windows.lowest, found_windows.highest
-    num_steps = len(analysis.steps)
-    reasons = []
-    if not analysis.applied.any():
-        level = min(DEFAULT_LOG2, window.high_log2 - MARGIN_LOG2 if window.high_log2 is not None else DEFAULT_LOG2)
-        reasons.append(
-            f"init_scale 2^{level}: every sampled step overflowed, so how much lower the scale has to be is not known; "
-            "the scaler finds it by halving."
-        )
-    elif window.high_log2 is not None and highest is not None:
-        level = window.high_log2 - MARGIN_LOG2
-        if window.low_log2 is not None:
-            level = max(level, min(window.low_log2, window.high_log2))
-        reasons.append(
-            f"init_scale 2^{level}: {highest.described} stays finite up to 2^{window.high_log2}; "
-            f"{window.high_log2 - level} binade(s) are kept in reserve."
-        )
-    else:
-        level = DEFAULT_LOG2
-        reasons.append("init_scale 2^16: no FP16 gradient was recorded that would bound it.")
+    level, reason = _start_log2(analysis, found_windows)
+    reasons = [reason]
+    window, lowest = found_windows.run, found_windows.lowest
     if window.low_log2 is not None and lowest is not None:
         reasons.append(f"Below 2^{window.low_log2} {lowest.described} drops under {TARGET_DB:g} dB.")
     wanted = math.ceil(1 / TARGET_SKIP_RATE)
-    interval = max(MIN_INTERVAL, min(wanted, num_steps // RUN_SHARE))
-    rate = 1 / (interval + 1)
+    interval = max(MIN_INTERVAL, min(wanted, len(analysis.steps) // RUN_SHARE))
+    aim = "short enough to grow within a run of this length" if interval < wanted else "one in a thousand is aimed at"
     reasons.append(
-        f"growth_interval {interval}: in the long run {0.693 / interval:.2%} to {rate:.2%} of the steps are skipped; "
-        + (
-            "short enough to grow within a run of this length."
-            if interval < wanted
-            else "one in a thousand is aimed at."
-        )
+        f"growth_interval {interval}: in the long run {0.693 / interval:.2%} to {1 / (interval + 1):.2%} of the steps "
+        f"are skipped; {aim}."
     )
     return TorchPolicy(init_scale=2.0 ** max(min(level, 127), -100), growth_interval=interval), reasons
+
+
+def _start_log2(analysis: Analysis, found_windows: Windows) -> tuple[int, str]:
+    """Exponent of the scale to start with, and why."""
+    low, high = found_windows.run.low_log2, found_windows.run.high_log2
+    if high is None:
+        return DEFAULT_LOG2, "init_scale 2^16: no FP16 gradient was recorded that would bound it."
+    level = high - MARGIN_LOG2
+    if not analysis.applied.any():
+        level = min(DEFAULT_LOG2, level)
+        return level, (
+            f"init_scale 2^{level}: every sampled step overflowed, so how much lower the scale has to be is not known; "
+            "the scaler finds it by halving."
+        )
+    if found_windows.run.is_empty:
+        early = limit_log2(analysis)[0][: max(len(analysis.steps) // RUN_SHARE, 1)]
+        known = early[np.isfinite(early)]
+        level = math.ceil(LIMIT_LOG2 - float(known.max())) - 1 - MARGIN_LOG2 if len(known) else DEFAULT_LOG2
+        return level, (
+            f"init_scale 2^{level}: the gradients change so much over the run that no single scale fits all of it; "
+            "this one fits its beginning, and the scaler follows."
+        )
+    if low is not None:
+        level = max(level, min(low, high))
+    first = f"; {found_windows.highest.described} is what overflows above" if found_windows.highest is not None else ""
+    return level, (
+        f"init_scale 2^{level}: nothing overflows up to 2^{high}{first}; {high - level} binade(s) are kept in reserve."
+    )
 
 
 def _made_of(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, Analysis, analyse
+from gradaudit.analysis.history import scale_log2_of
 from gradaudit.analysis.overflows import LIMIT_LOG2
 from gradaudit.analysis.windows import limit_log2
 from gradaudit.store.reader import Run
@@ -92,7 +93,7 @@ def replay(run: Run | Analysis, policy: TorchPolicy) -> ReplayResult:
     groups = _updates(analysis)
     scale, skipped = _simulate(groups, expected, policy)
     bounds = sorted(int(_simulate(groups, limit, policy)[1].sum()) for limit in (lowest, highest))
-    scale_at = dict(zip(analysis.steps.step.tolist(), np.log2(np.maximum(scale, 2.0**-149)), strict=True))
+    scale_at = dict(zip(analysis.steps.step.tolist(), scale_log2_of(scale), strict=True))
     num_skipped = int(skipped.sum())
     num_steps = len(analysis.steps)
     return ReplayResult(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, TARGET_DB, Analysis
-from gradaudit.analysis.history import unscaled_amax_log2
-from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large
+from gradaudit.analysis.history import scale_log2_of, unscaled_amax_log2
+from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
 from gradaudit.analysis.report import Window
 from gradaudit.store.reader import NO_GRADIENT, TensorInfo
 
@@ -113,11 +113,12 @@ def windows(analysis: Analysis) -> Windows:
         )
     low = max((w for w in found.values() if w.low_log2 is not None), key=lambda w: w.low_log2 or 0, default=None)
     high = min((w for w in found.values() if w.high_log2 is not None), key=lambda w: w.high_log2 or 0, default=None)
+    seen = [] if high is None or high.high_log2 is None else [high.high_log2]
     return Windows(
         tensors=found,
         run=Window(
             low_log2=low.low_log2 if low else None,
-            high_log2=high.high_log2 if high else None,
+            high_log2=min([*seen, *_high_from_overflows(analysis)], default=None),
             limited_low_by=tensors[low.tensor].fqn if low else None,
             limited_high_by=tensors[high.tensor].fqn if high else None,
         ),
@@ -162,7 +163,7 @@ def _high_from_parameters(analysis: Analysis) -> dict[int, np.ndarray]:
     for info in tensors:
         if info.kind == "param_grad":
             source |= {p: info.id for p in info.parents if p < len(tensors) and tensors[p].fqn == info.fqn}
-    scale_log2 = np.log2(np.maximum(np.where(steps.scaled.astype(bool), steps.scale, 1.0), np.finfo(float).tiny))
+    scale_log2 = scale_log2_of(np.where(steps.scaled.astype(bool), steps.scale, 1.0))
     found: dict[int, np.ndarray] = {}
     for optimizer in analysis.run.meta.get("optimizers", []):
         rows, amax = steps.param_matrix(optimizer["id"])
@@ -175,6 +176,17 @@ def _high_from_parameters(analysis: Analysis) -> dict[int, np.ndarray]:
                     unscaled = np.log2(column[usable]) - scale_log2[rows[usable]]
                 found[t] = np.ceil(LIMIT_LOG2 - unscaled) - 1
     return found
+
+
+def _high_from_overflows(analysis: Analysis) -> list[int]:
+    """What the overflows, sampled or not, leave as the largest safe scale: one entry, or none without any."""
+    edges = []
+    for history in analysis.histories:
+        by_size = np.flatnonzero(history.found & ~unexplained(analysis, history) & (history.scale > 0))
+        edges.append(np.ceil(np.log2(history.scale[by_size])) - 1)
+    lowest_first = np.sort(np.concatenate(edges)) if edges else np.zeros(0)
+    tolerated = int(OVERFLOW_SHARE * len(analysis.steps))
+    return [int(lowest_first[tolerated])] if len(lowest_first) > tolerated else []
 
 
 def _forward_bad_steps(analysis: Analysis) -> np.ndarray:
@@ -227,8 +239,7 @@ def _with_overflows(
     nonfinite = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool) | (steps.found_inf == 1)
     clean = np.isfinite(expected) & ~nonfinite
     neighbours = np.interp(index, index[clean], expected[clean]) if clean.any() else np.full(len(steps), -np.inf)
-    with np.errstate(divide="ignore"):
-        at_least = LIMIT_LOG2 - np.log2(np.maximum(steps.scale, np.finfo(float).tiny))
+    at_least = LIMIT_LOG2 - scale_log2_of(steps.scale)
     expected = np.where(nonfinite, np.maximum(neighbours, at_least), expected)
     lowest = np.where(nonfinite, at_least, lowest)
     highest = np.where(nonfinite, np.inf, highest)

@@ -275,7 +275,8 @@ class Auditor:
     @guarded
     def on_call(self, name: str, *, optimizer: Any = None, detail: str | None = None) -> None:
         """Any other call of the call-order log. Sync: none."""
-        self._event(name, optimizer=optimizer, scaled=self._gradients_scaled, detail=detail)
+        unscaled = any(opened.scaler is not None for opened in self._open.values())
+        self._event(name, optimizer=optimizer, scaled=self._gradients_scaled and not unscaled, detail=detail)
 
     @guarded
     def on_autocast(self, device: str, dtype: str, enabled: bool) -> None:

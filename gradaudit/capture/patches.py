@@ -227,12 +227,19 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
 
     _replace(torch.optim.Optimizer, "zero_grad", zero_grad, undos)
 
+    nested = {"depth": 0}  # schedulers made of schedulers step those
+
     def scheduler_step(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # the first call is made by the constructor, before the scheduler has stepped
-            if "_last_lr" in vars(self) or "best" in vars(self):
+            # constructors call it too, their own and that of a scheduler around them
+            is_set_up = ("_last_lr" in vars(self) or "best" in vars(self)) and not getattr(self, "_is_initial", False)
+            if is_set_up and not nested["depth"]:
                 auditor.on_call("lr_scheduler.step", optimizer=getattr(self, "optimizer", None))
-            return original(self, *args, **kwargs)
+            nested["depth"] += 1
+            try:
+                return original(self, *args, **kwargs)
+            finally:
+                nested["depth"] -= 1
 
         return call
 

@@ -76,7 +76,7 @@ class RunWriter:
                 raise RunExists(f"{self.path} already holds a run; choose another folder with --out or pass --force.")
             self._folder.mkdir(parents=True, exist_ok=True)
             _clear(self._folder)
-            if self.rank == 0:
+            if self.rank == 0 and force:
                 self._remove_stale_ranks()
         except OSError as error:
             raise CaptureError(_unwritable(self.path, error)) from error

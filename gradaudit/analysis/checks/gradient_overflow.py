@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, place_of, power
-from gradaudit.analysis.checks.scale_course import scale_course
+from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
 from gradaudit.analysis.report import Evidence, Finding
 
@@ -38,7 +38,7 @@ def overflow(facts: Facts) -> Outcome:
     if not backward.any():
         return []
     course = scale_course(facts)
-    if course is not None and course.id in ("scale-collapse", "scale-zero", "scale-hunting", "scale-calibration"):
+    if course is not None and course.id in (*FELL, "scale-hunting", "scale-calibration"):
         return []
     if course is None and any(np.ptp(history.scale) > 0 for history in analysis.histories):
         return []  # a drop or two that the scaler dealt with

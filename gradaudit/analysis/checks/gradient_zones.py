@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, place_of, power
 from gradaudit.analysis.checks.gradient_overflow import headroom, overflow
-from gradaudit.analysis.context import TARGET_DB, Analysis
+from gradaudit.analysis.checks.scale_course import FELL, scale_course
+from gradaudit.analysis.context import QUANTILE, TARGET_DB, Analysis
+from gradaudit.analysis.noise import energy
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.analysis.windows import EMPTY_SHARE
 from gradaudit.formats import FP16
@@ -25,61 +28,88 @@ MIN_SILENT_STEPS = 5
 """A layer may start without a gradient (an adapter's first step); after five it is no start any more."""
 
 
+@dataclass(frozen=True, slots=True)
+class _TooSmall:
+    """Tensors that lose too much: the worst first with their SQNR, the all-zero, those with zeros that were flushed."""
+
+    low: list[tuple[float, int]]
+    lost: list[int]
+    flushed: list[int]
+
+    @property
+    def tensors(self) -> list[int]:
+        """All of them, the worst first."""
+        return [t for _, t in self.low] + self.lost + self.flushed
+
+
 def _underflow(facts: Facts) -> Outcome:
     analysis = facts.analysis
     if not analysis.ran_fp16:
         return Skipped("nothing ran in FP16")
     if not analysis.applied.any():
         return Skipped("no sampled step was applied with finite gradients")
-    low, lost, flushed = [], [], []
-    for t in np.flatnonzero(analysis.rounds & ~analysis.cancels).tolist():
-        own = analysis.layer_db(analysis.own_db, t)
-        if own is not None and own < TARGET_DB:
-            low.append((own, t))
-        elif _is_lost(analysis, t):
-            lost.append(t)
-        elif own is not None and _zeros_were_flushed(analysis, t):
-            flushed.append((own, t))
-    if not low and not lost and not flushed:
+    course = scale_course(facts)
+    # what a scale that fell for another reason did to the gradients is that reason's doing
+    before = course.steps[0] if course is not None and course.id in FELL else None
+    small = _too_small(analysis, before)
+    if not small.tensors:
         return []
-    low.sort()
-    named = [t for _, t in low[:NUM_NAMED]] + lost[: NUM_NAMED if not low else 2] + [t for _, t in flushed[:2]]
-    scales = 2.0 ** analysis.scale_log2[analysis.applied]
-    scale = float(np.median(scales))
+    named = [t for _, t in small.low[:NUM_NAMED]] + small.lost[: 2 if small.low else NUM_NAMED] + small.flushed[:2]
+    rows = np.concatenate([analysis.rows_of(t, before=before) for t in small.tensors])
+    scale, steps = float(2.0 ** np.median(analysis.scale_log2[rows])), analysis.samples.step[rows]
     needed = max((w.low_log2 for w in facts.windows.tensors.values() if w.low_log2 is not None), default=None)
-    worst = low[0][0] if low else None
-    steps = analysis.samples.step[analysis.applied]
-    tensors = analysis.tensors
-    parts = []
-    if low:
-        parts.append(
-            f"at the scale in force (median {power(scale)}) {len(low)} FP16 gradient(s) keep less than "
-            f"{TARGET_DB:g} dB; "
-            f"the worst is {tensors[low[0][1]].described} with {worst:.1f} dB"
-        )
-    if lost:
-        parts.append(f"{len(lost)} are flushed to zero entirely, first {tensors[lost[0]].described}")
-    if flushed and not low and not lost:
-        parts.append(f"{tensors[flushed[0][1]].described} has zeros that a larger scale turns into values")
-    enough = f"2^{needed} would do" if needed is not None else "a larger scale is needed"
-    evidence = [Evidence("num_tensors_below_target", len(low) + len(lost) + len(flushed), "FP16 gradients")]
-    if worst is not None:
-        evidence.insert(0, Evidence("sqnr_db", round(worst, 2), "dB", TARGET_DB))
-    evidence.append(Evidence("scale", scale, "", 2.0**needed if needed is not None else None))
+    if needed is not None and 2.0**needed <= scale:
+        needed = None  # what has flushed is not in the histogram: it only tells that this is not enough
+    evidence = [
+        Evidence("num_tensors_below_target", len(small.tensors), "FP16 gradients"),
+        Evidence("scale", scale, "", 2.0**needed if needed is not None else None),
+    ]
+    if small.low:
+        evidence.insert(0, Evidence("sqnr_db", round(small.low[0][0], 2), "dB", TARGET_DB))
     return [
         Finding(
             id="gradient-underflow",
-            severity="error" if lost else "warning",
-            confidence="high" if low else "medium",
+            severity="error" if small.lost else "warning",
+            confidence="high" if small.low else "medium",
             title="Gradients are too small for FP16 at this loss scale",
-            summary=f"{'; '.join(parts)[:1].upper()}{'; '.join(parts)[1:]}. {enough[:1].upper()}{enough[1:]}.",
+            summary=_underflow_summary(analysis, small, scale, needed),
             scale_can_fix="yes",
-            where=tuple(place_of(tensors[t]) for t in named),
+            where=tuple(place_of(analysis.tensors[t]) for t in named),
             steps=(int(steps.min()), int(steps.max())),
             evidence=tuple(evidence),
             remedy=_underflow_remedy(facts, needed),
         )
     ]
+
+
+def _too_small(analysis: Analysis, before: int | None) -> _TooSmall:
+    small = _TooSmall([], [], [])
+    for t in np.flatnonzero(analysis.rounds & ~analysis.cancels).tolist():
+        own = analysis.layer_db(analysis.own_db, t, before=before)
+        if own is not None and own < TARGET_DB:
+            small.low.append((own, t))
+        elif _is_lost(analysis, t, before):
+            small.lost.append(t)
+        elif own is not None and _zeros_were_flushed(analysis, t, before):
+            small.flushed.append(t)
+    small.low.sort()
+    return small
+
+
+def _underflow_summary(analysis: Analysis, small: _TooSmall, scale: float, needed: int | None) -> str:
+    tensors, parts = analysis.tensors, []
+    if small.low:
+        db, worst = small.low[0]
+        parts.append(
+            f"{len(small.low)} FP16 gradient(s) keep less than {TARGET_DB:g} dB; the worst is "
+            f"{tensors[worst].described} with {db:.1f} dB"
+        )
+    if small.lost:
+        parts.append(f"{len(small.lost)} are flushed to zero entirely, first {tensors[small.lost[0]].described}")
+    if not parts:
+        parts.append(f"{tensors[small.flushed[0]].described} has zeros that a larger scale turns into values")
+    enough = f"2^{needed} would do" if needed is not None else "A larger scale is needed"
+    return f"At the scale in force (median {power(scale)}) {'; '.join(parts)}. {enough}."
 
 
 def _underflow_remedy(facts: Facts, needed: int | None) -> str:
@@ -92,35 +122,31 @@ def _underflow_remedy(facts: Facts, needed: int | None) -> str:
     return "Raise init_scale to the recommended one, and let it grow back sooner (a shorter growth_interval)."
 
 
-def _is_lost(analysis: Analysis, tensor: int) -> bool:
+def _is_lost(analysis: Analysis, tensor: int, before: int | None = None) -> bool:
     """All zero although what it is computed from is not, and lies where products vanish: it was flushed."""
     samples = analysis.samples
-    rows = analysis.rows_of(tensor)
+    rows = analysis.rows_of(tensor, before=before)
     if not len(rows) or (samples.num_zero[rows] == samples.numel[rows]).mean() < LOST_SHARE:
         return False
     parents = [p for p in analysis.tensors[tensor].parents if p < len(analysis.tensors)]
-    parent_rows = [r for p in parents for r in analysis.rows_of(p).tolist()]
+    parent_rows = [r for p in parents for r in analysis.rows_of(p, before=before).tolist()]
     amax = samples.amax[parent_rows] if parent_rows else np.zeros(0)
     alive = amax[amax > 0]
     return len(alive) > 0 and float(np.median(alive)) < 2.0**FP16.min_normal_log2
 
 
-def _zeros_were_flushed(analysis: Analysis, tensor: int) -> bool:
-    """Zeros that vanish at a larger scale of the same run, if they could hide enough energy to matter."""
+def _zeros_were_flushed(analysis: Analysis, tensor: int, before: int | None) -> bool:
+    """Zeros that vanish at the run's largest scale, if they could hide enough energy to matter, and often enough."""
     samples = analysis.samples
-    rows = analysis.rows_of(tensor)
-    zero_frac = samples.num_zero[rows] / np.maximum(samples.numel[rows], 1)
+    rows = analysis.rows_of(tensor, before=before)
     scale = analysis.scale_log2[rows]
     if not len(rows) or np.ptp(scale) == 0:
         return False
-    below, above = zero_frac[scale == scale.min()], zero_frac[scale == scale.max()]
-    if float(np.median(below) - np.median(above)) < FLUSHED_ZERO_SHARE:
-        return False
-    at = rows[scale == scale.min()]
-    hidden = samples.num_zero[at] * 2.0 ** (2 * FP16.flush_log2)
-    exponents = np.arange(samples.counts.shape[1]) + float(np.log2(1.5)) - 64.0
-    signal = samples.counts[at] @ np.exp2(2 * exponents)
-    return bool(np.median(hidden / np.maximum(signal, 1e-300)) > 10 ** (-TARGET_DB / 10))
+    zero_frac = samples.num_zero[rows] / np.maximum(samples.numel[rows], 1)
+    beyond = zero_frac - float(np.median(zero_frac[scale == scale.max()]))
+    hidden = samples.num_zero[rows] * 2.0 ** (2 * FP16.flush_log2)
+    matters = hidden > energy(samples.counts[rows]) * 10 ** (-TARGET_DB / 10)
+    return bool((matters & (beyond >= FLUSHED_ZERO_SHARE)).mean() > QUANTILE)
 
 
 def _window_empty(facts: Facts) -> Outcome:

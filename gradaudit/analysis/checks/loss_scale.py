@@ -11,7 +11,7 @@ from functools import partial
 import numpy as np
 
 from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, place_of, power
-from gradaudit.analysis.checks.scale_course import scale_course
+from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import TARGET_DB
 from gradaudit.analysis.history import ScaleHistory
 from gradaudit.analysis.overflows import unexplained
@@ -80,6 +80,9 @@ def _never_grew(facts: Facts) -> Outcome:
     if history is None:
         return Skipped("no enabled GradScaler was used")
     if not len(history) or history.found[-1] or history.num_growths or facts.windows.is_empty:
+        return []
+    course = scale_course(facts)
+    if course is not None and course.id in FELL:
         return []
     found = np.flatnonzero(history.found)
     first = int(found[-1]) + 1 if len(found) else 0

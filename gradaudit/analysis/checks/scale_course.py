@@ -38,6 +38,10 @@ DECAY_LOG2 = 3
 """Binades of net loss, in at least three separate drops, that make a drift: one or two happen to any run."""
 
 
+FELL = ("scale-zero", "scale-at-floor", "scale-collapse")
+"""Verdicts on a scale that fell for nothing: where it stands from then on is no choice of anybody's."""
+
+
 def scale_course(facts: Facts) -> Finding | None:
     """The one verdict on the scale's course; the strongest of all scalers' where there are several."""
     courses = [(history, unexplained(facts.analysis, history)) for history in facts.analysis.histories]
@@ -170,6 +174,14 @@ def _bursts(late: np.ndarray) -> list[np.ndarray]:
     return np.split(late, np.flatnonzero(np.diff(late) > 1) + 1) if len(late) else []
 
 
+def _net_drop(history: ScaleHistory, late: np.ndarray) -> float:
+    """Backoffs that brought the scale to where it is now: not wasted, as those are that were undone."""
+    before, after = history.scale[late[0]], history.scale[-1]
+    if not before > after > 0:
+        return 0.0
+    return math.log(before / after) / -math.log(history.settings.backoff_factor)
+
+
 def _allowed(history: ScaleHistory) -> float:
     """Overflows that the interval implies, with room for chance: half again, two deviations, a few of any run."""
     expected = (len(history) - history.calibration_end) * history.settings.highest_skip_rate()
@@ -224,11 +236,10 @@ def _thrashing(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | N
     late = _late(history, born_elsewhere)
     episodes = _bursts(late)
     allowed = _allowed(history)
-    if len(episodes) < 2 or len(late) <= allowed:
+    if len(episodes) < 2 or len(late) - _net_drop(history, late) <= allowed:
         return None
     num_updates = len(history) - history.calibration_end
-    lasting = bool((np.diff(history.scale)[late[late < len(history) - 1]] == 0).all()) and np.ptp(history.scale) == 0
-    if lasting:
+    if np.ptp(history.scale) == 0:
         return None  # a scale that never moves is judged by static-scale-unsafe
     rate = len(late) / num_updates
     return Finding(
