@@ -6,7 +6,6 @@ Text goes in as children, which Dash renders as text; no card takes HTML.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from gradaudit.reporters.rows import (
     window_limits,
     window_words,
 )
+from gradaudit.reporters.snippets import torch_lines
 from gradaudit.reporters.words import (
     CAN_FIX_WORDS,
     LEVEL_WORDS,
@@ -199,10 +199,11 @@ def recommendation_card(
     verdict = "Change the scaler's settings." if advice.change_needed else "Keep the scaler's settings."
     if advice.precision != "fp16":
         verdict = f"{PRECISION_WORDS[advice.precision]}."
+    lines = torch_lines(advice, meta)
     body = [
         html.P(html.Strong(verdict[:1].upper() + verdict[1:])),
         _before_after("setting", "now", "recommended", _setting_rows(advice)),
-        _code(scaler_code(advice, meta)) if advice.change_needed and advice.precision != "bf16" else None,
+        _code("\n".join(lines)) if lines else None,
         _before_after("effect on this run", "now", "predicted", effect_rows(advice)),
     ]
     pairs: list[tuple[str, Any]] = [("Safe window", window_words(advice.window))]
@@ -213,19 +214,6 @@ def recommendation_card(
     if advice.reasons:
         body.append(html.Ul([html.Li(prose(text)) for text in advice.reasons], className="reasons"))
     return panel("Recommendation", html.Div(body))
-
-
-def scaler_code(advice: Recommendation, meta: Mapping[str, Any]) -> str:
-    """The recommended settings as the Python that makes the scaler, for the run's device and scaler class."""
-    scalers, autocast = meta.get("scalers") or [{}], meta.get("autocast") or [{}]
-    name = "ShardedGradScaler" if scalers[0].get("class") == "ShardedGradScaler" else "torch.amp.GradScaler"
-    mantissa, exponent = math.frexp(advice.init_scale)
-    scale = f"2.0**{exponent - 1}" if mantissa == 0.5 else repr(advice.init_scale)
-    return (
-        f'scaler = {name}(\n    "{autocast[0].get("device", "cuda")}",\n    init_scale={scale},\n'
-        f"    growth_factor={advice.growth_factor!r},\n    backoff_factor={advice.backoff_factor!r},\n"
-        f"    growth_interval={advice.growth_interval},\n)"
-    )
 
 
 def _setting_rows(advice: Recommendation) -> list[tuple[str, str, str]]:

@@ -101,11 +101,10 @@ def recommendation_lines(report: AuditReport, recommendation: Recommendation, *,
     """Settings, predicted effect beside the current one, safe window and reasons; no tables where nothing changes."""
     first = Text.assemble(("Recommendation", "bold"), "  ")
     lines = paragraph(advice(recommendation), width=width, first=first, indent=first.cell_len)
-    if recommendation.change_needed:
-        if recommendation.precision == "fp16":
-            lines += [*table([("setting", "now", "use"), *setting_rows(recommendation)], header=True), Text()]
-            effects = [("on this run", "now", "predicted"), *effect_rows(recommendation)]
-            lines += [*table(effects, header=True), Text()]
+    if recommendation.change_needed and recommendation.precision == "fp16":
+        lines += [*table([("setting", "now", "use"), *setting_rows(recommendation)], header=True), Text()]
+        effects = [("on this run", "now", "predicted"), *effect_rows(recommendation)]
+        lines += [*table(effects, header=True), Text()]
     window = window_words(recommendation.window)
     position = scale_position(recommendation.window, report.run.scale_last)
     lines += _labelled("Safe window", f"{window}; {position}" if position else window, width, start=2)

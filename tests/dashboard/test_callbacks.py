@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from dash import no_update
 from dash._utils import to_json
+
 from gradaudit_dashboard import callbacks
 from gradaudit_dashboard.app import create_app
 from gradaudit_dashboard.layout import page
 from gradaudit_dashboard.source import Source
 from gradaudit_dashboard.state import Route
-
 from tests.dashboard import runs
 from tests.dashboard.test_state import ODD
 

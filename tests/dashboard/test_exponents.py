@@ -4,13 +4,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from gradaudit_dashboard.exponents import gather
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradaudit.analysis.zones import ZONES, zone_counts
 from gradaudit.formats import MIN_EXPONENT, NUM_BINS
 from gradaudit.store import Samples, open_run
+from gradaudit_dashboard.exponents import gather
 from tests import factory
 from tests.dashboard import runs
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from gradaudit_dashboard import colours, figures
-from gradaudit_dashboard.exponents import gather
-from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, Matrix, Pooled, pool
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradaudit.reporters.palette import ZONE_COLOURS
 from gradaudit.store import open_run
+from gradaudit_dashboard import colours, figures
+from gradaudit_dashboard.exponents import gather
+from gradaudit_dashboard.heat import FINE, METRIC_TABLE, WORST, Matrix, Pooled, pool
 from tests.dashboard import runs
 
 

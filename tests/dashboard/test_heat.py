@@ -2,6 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradaudit.analysis.zones import ZONES
 from gradaudit_dashboard.heat import (
     FINE,
     MAX_COLUMNS,
@@ -20,10 +24,6 @@ from gradaudit_dashboard.heat import (
     sort_rows,
     sqnr_codes,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from gradaudit.analysis.zones import ZONES
 
 
 def matrix(codes: np.ndarray, steps: np.ndarray | None = None, order: np.ndarray | None = None) -> Matrix:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 from flask.testing import FlaskClient
-from gradaudit_dashboard.app import create_app
 
+from gradaudit_dashboard.app import create_app
 from tests.dashboard import runs
 
 HOME = "http://127.0.0.1:8050"

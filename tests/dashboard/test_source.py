@@ -6,10 +6,10 @@ import time
 from pathlib import Path
 
 import pytest
-from gradaudit_dashboard.source import RECHECK_S, STALLED_S, Source, row_names
 
 from gradaudit.errors import GradauditError, RunNotFound
 from gradaudit.store.writer import RunWriter
+from gradaudit_dashboard.source import RECHECK_S, STALLED_S, Source, row_names
 from tests import factory
 from tests.dashboard import runs
 

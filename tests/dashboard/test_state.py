@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from gradaudit_dashboard import state
 from gradaudit_dashboard.state import Pin, Route, View
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from gradaudit_dashboard.serve import address, bind
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from gradaudit_dashboard.serve import address, bind
 
 CHROMIUM = "/usr/bin/chromium"
 FLAGS = [
