@@ -11,7 +11,7 @@ from gradaudit_dashboard.serve import address, bind, close
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
-FLAGS = [
+FLAGS = (
     "--headless",
     "--no-sandbox",
     "--disable-gpu",
@@ -20,11 +20,11 @@ FLAGS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
-]
+)
 
 PICTURES = (
     ("overview-light.png", "/r/empty_window", "light", 1440, 1000),
-    ("overview-dark.png", "/r/thrashing", "dark", 1440, 1000),
+    ("pictures-dark.png", "/r/gradient_underflow", "dark", 1440, 2300),
     ("runs.png", "/", "light", 1440, 640),
 )
 
@@ -35,7 +35,7 @@ def main() -> None:
     server = bind(ROOT / "sample_runs", "127.0.0.1", 0)
     threading.Thread(target=server.run, daemon=True).start()
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
+        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=list(FLAGS))
         for name, path, scheme, width, height in PICTURES:
             page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme)
             page.goto(address(server).rstrip("/") + path)

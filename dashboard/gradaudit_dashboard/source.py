@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from gradaudit.analysis.audit import audit
-from gradaudit.analysis.context import TARGET_DB, Analysis, analyse
+from gradaudit.analysis.context import TARGET_DB, Analysis, analyse, listed_tensors
 from gradaudit.analysis.history import drawable
 from gradaudit.analysis.report import AuditReport, History
 from gradaudit.errors import GradauditError, RunNotFound
@@ -137,7 +137,9 @@ class Loaded:
     def _matrix(self, metric: str) -> Matrix:
         analysis, samples = self.analysis, self.analysis.samples
         codes = METRIC_TABLE[metric].codes(analysis.zones, np.asarray(analysis.sqnr_db), TARGET_DB)
-        return build_matrix(samples.step, samples.tensor, samples.order, samples.scale, codes)
+        listed = np.isin(samples.tensor, listed_tensors(analysis))
+        kept = samples.select(listed)
+        return build_matrix(kept.step, kept.tensor, kept.order, kept.scale, codes[listed])
 
     def samples_of(self, tensor: int) -> Samples:
         """One tensor's samples, by step."""
@@ -300,12 +302,12 @@ class Source:
 
 
 def row_names(analysis: Analysis) -> dict[int, str]:
-    """A unique name per sampled tensor; of equal labels the later ones get a number, so that links keep their meaning
+    """A unique name per listed tensor; of equal labels the later ones get a number, so that links keep their meaning
     while a run grows.
     """
     names: dict[int, str] = {}
     taken: dict[str, int] = {}
-    for tensor in np.unique(analysis.samples.tensor).tolist():
+    for tensor in listed_tensors(analysis):
         label = analysis.tensors[tensor].label or f"tensor {tensor}"
         taken[label] = taken.get(label, 0) + 1
         names[tensor] = label if taken[label] == 1 else f"{label} #{taken[label]}"

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 from gradaudit.analysis.checks import CHECKS, Check, Facts, Skipped
-from gradaudit.analysis.context import Analysis, analyse
+from gradaudit.analysis.context import Analysis, analyse, fp16_gradients, listed_tensors
 from gradaudit.analysis.history import drawable
 from gradaudit.analysis.recommend import recommend
 from gradaudit.analysis.report import (
@@ -139,17 +139,6 @@ def summarise(analysis: Analysis) -> RunSummary:
     )
 
 
-def fp16_gradients(analysis: Analysis) -> dict[int, int]:
-    """For each parameter gradient the tensor it was computed in under autocast, where that was recorded."""
-    found = {}
-    for info in analysis.tensors:
-        if info.kind == "param_grad" and len(info.parents) == 1 and info.parents[0] < len(analysis.tensors):
-            parent = analysis.tensors[info.parents[0]]
-            if parent.fqn == info.fqn and parent.op == "ToCopy" and len(analysis.rows_of(info.id, applied_only=False)):
-                found[info.id] = parent.id
-    return found
-
-
 def layer_rows(analysis: Analysis, found_windows: Windows) -> tuple[LayerRow, ...]:
     """One row per gradient tensor, at the scale in force, in the order of backward.
 
@@ -158,12 +147,8 @@ def layer_rows(analysis: Analysis, found_windows: Windows) -> tuple[LayerRow, ..
     """
     samples, rows = analysis.samples, []
     casts = fp16_gradients(analysis)
-    for t in np.unique(samples.tensor).tolist() if len(samples) else []:
+    for t in listed_tensors(analysis):
         info = analysis.tensors[t]
-        if t in casts.values():
-            continue  # shown as its parameter's row
-        if analysis.ran_fp16 and not analysis.touched[t]:
-            continue  # between the loss and the first FP16 gradient: FP16's zones do not apply
         computed = casts.get(t, t)
         mine = analysis.rows_of(t)
         used = mine if len(mine) else analysis.rows_of(t, applied_only=False)

@@ -159,6 +159,29 @@ def analyse(run: Run) -> Analysis:
     )
 
 
+def fp16_gradients(analysis: Analysis) -> dict[int, int]:
+    """For each parameter gradient the tensor it was computed in under autocast, where both were sampled."""
+    sampled = set(np.unique(analysis.samples.tensor).tolist())
+    found = {}
+    for info in analysis.tensors:
+        if info.kind == "param_grad" and len(info.parents) == 1 and {info.id, info.parents[0]} <= sampled:
+            parent = analysis.tensors[info.parents[0]]
+            if parent.fqn == info.fqn and parent.op == "ToCopy":
+                found[info.id] = parent.id
+    return found
+
+
+def listed_tensors(analysis: Analysis) -> list[int]:
+    """Ids of the tensors that a list of layers shows: sampled, reached by FP16 (if anything was), each gradient once.
+
+    A parameter's FP32 gradient and the FP16 one that autocast computed it in hold the same values; the parameter's is
+    listed. Between the loss and the first FP16 gradient the zones of FP16 do not apply.
+    """
+    hidden = set(fp16_gradients(analysis).values())
+    sampled = np.unique(analysis.samples.tensor).tolist()
+    return [t for t in sampled if t not in hidden and (analysis.touched[t] or not analysis.ran_fp16)]
+
+
 def _applied(samples: Samples, steps: Steps) -> np.ndarray:
     bad = set(steps.step[steps.skipped.astype(bool)].tolist())
     bad |= set(samples.step[(samples.num_nan > 0) | (samples.num_inf > 0)].tolist())

@@ -27,7 +27,7 @@ from gradaudit.store.host import host_id
 from gradaudit.store.writer import LAST_KEY
 
 STALE_S = 60.0
-"""A writer renews its heartbeat at least every few seconds; a minute of silence from another host means it is gone."""
+"""A writer renews its heartbeat every few seconds; after a minute of silence it is gone, whoever has its pid by now."""
 
 NO_GRADIENT = -1.0
 """Stands in a param_amax matrix where a parameter had no gradient."""
@@ -167,7 +167,8 @@ class Run:
 
     def tensors(self, rank: int = 0) -> tuple[TensorInfo, ...]:
         """The tensors table of one rank, indexed by tensor id."""
-        return _tensor_table(self.meta if rank == 0 else _read_meta(self.path / rank_dir(rank) / RUN_FILE))
+        path = self.path / RUN_FILE if rank == 0 else self.path / rank_dir(rank) / RUN_FILE
+        return _tensor_table(self.meta if rank == 0 else _read_meta(path), path)
 
     @cached_property
     def steps(self) -> Steps:
@@ -268,7 +269,7 @@ def run_version(path: Path) -> str:
     try:
         stat = (path / RUN_FILE).stat()
         entries.append(f"{stat.st_mtime_ns}:{stat.st_size}")
-        for folder in sorted(path.glob("rank-*")):
+        for folder in sorted(entry for entry in path.glob("rank-*") if entry.is_dir()):
             entries += [f"{e.name}:{e.stat().st_size}" for e in os.scandir(folder) if e.name.endswith(".parquet")]
     except FileNotFoundError:
         pass  # a part was merged away just now; the next look sees a settled folder
@@ -291,29 +292,35 @@ def _read_meta(path: Path) -> dict[str, Any]:
     return meta
 
 
-def _tensor_table(meta: dict[str, Any]) -> tuple[TensorInfo, ...]:
+def _tensor_table(meta: dict[str, Any], path: Path) -> tuple[TensorInfo, ...]:
     known = {field.name for field in fields(TensorInfo)}
     rows = []
-    for row in meta.get("tensors", []):
-        kept = {key: value for key, value in row.items() if key in known}
-        kept["shape"] = tuple(kept.get("shape", ()))
-        kept["parents"] = tuple(kept.get("parents", ()))
-        rows.append(TensorInfo(**kept))
+    try:
+        for row in meta.get("tensors", []):
+            kept = {key: value for key, value in row.items() if key in known}
+            kept["shape"] = tuple(kept.get("shape", ()))
+            kept["parents"] = tuple(kept.get("parents", ()))
+            rows.append(TensorInfo(**kept))
+    except (AttributeError, TypeError) as error:
+        raise RunCorrupt(f"{path} has a broken tensors table ({_reason(error)}); record the run again.") from error
     return tuple(rows)
 
 
 def _how_it_ended(meta: dict[str, Any]) -> str:
     if meta.get("ended"):
         return str(meta["ended"])
-    if meta.get("host") == host_id() and isinstance(meta.get("pid"), int):
-        return "running" if _alive(meta["pid"]) else "killed"
-    return "running" if time.time() - float(meta.get("heartbeat_at", 0)) < STALE_S else "killed"
+    heartbeat = meta.get("heartbeat_at")
+    if not isinstance(heartbeat, (int, float)) or time.time() - heartbeat > STALE_S:
+        return "killed"
+    return "running" if meta.get("host") != host_id() or _alive(meta.get("pid")) else "killed"
 
 
-def _alive(pid: int) -> bool:
+def _alive(pid: object) -> bool:
+    if not isinstance(pid, int) or pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
@@ -321,29 +328,33 @@ def _alive(pid: int) -> bool:
 
 
 def _read_parts(folder: Path, table: str, filters: Any) -> pa.Table:
-    schema = TABLES[table]
-    tables = [schema.empty_table()]
+    numbered = [(file.stem.rpartition("-")[2], file) for file in folder.glob(f"{table}-*.parquet")]
+    tables = [TABLES[table].empty_table()]
     covered = -1
-    for file in sorted(folder.glob(f"{table}-*.parquet")):
-        index = file.stem.rpartition("-")[2]
-        if not index.isdigit() or int(index) <= covered:
-            continue  # merged into an earlier part and about to be removed
-        try:
-            with pq.ParquetFile(file) as opened:
-                metadata = opened.schema_arrow.metadata or {}
-                missing = set(schema.names) - set(opened.schema_arrow.names)
-            if missing:
-                raise RunCorrupt(
-                    f"{file} is not a gradaudit {table} part (no column {sorted(missing)[0]!r}); remove it."
-                )
-            covered = int(metadata.get(LAST_KEY, b"-1"))
-            part = pq.read_table(file, schema=schema, filters=filters)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OSError) as error:
-            if isinstance(error, FileNotFoundError):
-                raise
-            raise RunCorrupt(f"{file} cannot be read ({_reason(error)}); remove it or record the run again.") from error
-        tables.append(part)
+    for index, file in sorted((int(number), file) for number, file in numbered if number.isdigit()):
+        if index > covered:  # else merged into an earlier part and about to be removed
+            part, covered = _read_part(file, table, filters)
+            tables.append(part)
     return pa.concat_tables(tables)
+
+
+def _read_part(file: Path, table: str, filters: Any) -> tuple[pa.Table, int]:
+    """A part's rows and the index of the last part they include."""
+    schema = TABLES[table]
+    try:
+        # opened once: a merged part may take this one's name between two looks
+        with pa.OSFile(str(file)) as source:
+            found = pq.read_schema(source)
+            missing = [f.name for f in schema if not f.nullable and f.name not in found.names]
+            if missing:
+                raise RunCorrupt(f"{file} is not a gradaudit {table} part (no column {missing[0]!r}); remove it.")
+            source.seek(0)
+            part = pq.read_table(source, schema=schema, filters=filters)
+            return part, int((found.metadata or {}).get(LAST_KEY, b"-1"))
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise RunCorrupt(f"{file} cannot be read ({_reason(error)}); remove it or record the run again.") from error
 
 
 def _column(column: pa.ChunkedArray) -> np.ndarray:

@@ -482,7 +482,7 @@ def static_without_overflow(path: Path) -> AuditReport:
 
 def held_by_hand_without_overflow(path: Path) -> AuditReport:
     scaler = dynamic(init_scale=2.0**12)
-    return fit(path, encoder(), copying, scaler=scaler, steps=80, after=lambda step: scaler.update(2.0**12))
+    return fit(path, encoder(), copying, scaler=scaler, steps=80, update=lambda: scaler.update(2.0**12))
 
 
 @pytest.mark.parametrize("script", [static_without_overflow, held_by_hand_without_overflow])

@@ -143,6 +143,7 @@ def fit(
     dtype: torch.dtype | None = torch.float16,
     clip: float | None = None,
     accumulate: int = 1,
+    update: Callable[[], object] | None = None,
     after: Callable[[int], object] = lambda step: None,
 ) -> AuditReport:
     """The plain training loop, recorded.
@@ -158,6 +159,7 @@ def fit(
         dtype: Of autocast; None without.
         clip: Largest gradient norm, after unscaling.
         accumulate: Micro-batches per update.
+        update: Called in place of the scaler's update.
         after: Called at the end of every step.
     """
     optimizer = optimizer or torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=2e-3)
@@ -174,7 +176,7 @@ def fit(
                 nn.utils.clip_grad_norm_(model.parameters(), clip)
             if scaler:
                 scaler.step(optimizer)
-                scaler.update()
+                (update or scaler.update)()
             else:
                 optimizer.step()
             after(step)

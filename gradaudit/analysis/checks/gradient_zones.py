@@ -21,6 +21,10 @@ from gradaudit.store.reader import NO_GRADIENT
 LOST_SHARE = 0.9
 """A layer is lost if it is all zero in nine of ten sampled steps."""
 
+ATTENUATION_LOG2 = 6
+"""What one operation takes from a gradient, in binades: one that is all zero below a larger gradient is zero by itself
+(a unit that is off, a state that starts at zero)."""
+
 FLUSHED_ZERO_SHARE = 0.01
 """Zeros beyond those of a larger scale, as a share of elements, that must have been flushed."""
 
@@ -39,7 +43,7 @@ class _TooSmall:
     @property
     def tensors(self) -> list[int]:
         """All of them, the worst first."""
-        return [t for _, t in self.low] + self.lost + self.flushed
+        return [*(t for _, t in self.low), *self.lost, *self.flushed]
 
 
 def _underflow(facts: Facts) -> Outcome:
@@ -54,7 +58,8 @@ def _underflow(facts: Facts) -> Outcome:
     small = _too_small(analysis, before)
     if not small.tensors:
         return []
-    named = [t for _, t in small.low[:NUM_NAMED]] + small.lost[: 2 if small.low else NUM_NAMED] + small.flushed[:2]
+    gone = any(_is_layer(analysis, t) for t in small.lost)
+    named = [place_of(analysis.tensors[t]) for t in small.tensors]
     rows = np.concatenate([analysis.rows_of(t, before=before) for t in small.tensors])
     scale, steps = float(2.0 ** np.median(analysis.scale_log2[rows])), analysis.samples.step[rows]
     needed = max((w.low_log2 for w in facts.windows.tensors.values() if w.low_log2 is not None), default=None)
@@ -69,12 +74,12 @@ def _underflow(facts: Facts) -> Outcome:
     return [
         Finding(
             id="gradient-underflow",
-            severity="error" if small.lost else "warning",
+            severity="error" if gone else "warning",
             confidence="high" if small.low else "medium",
             title="Gradients are too small for FP16 at this loss scale",
             summary=_underflow_summary(analysis, small, scale, needed),
             scale_can_fix="yes",
-            where=tuple(place_of(analysis.tensors[t]) for t in named),
+            where=tuple(dict.fromkeys(named))[:NUM_NAMED],
             steps=(int(steps.min()), int(steps.max())),
             evidence=tuple(evidence),
             remedy=_underflow_remedy(facts, needed),
@@ -122,8 +127,14 @@ def _underflow_remedy(facts: Facts, needed: int | None) -> str:
     return "Raise init_scale to the recommended one, and let it grow back sooner (a shorter growth_interval)."
 
 
+def _is_layer(analysis: Analysis, tensor: int) -> bool:
+    """Whether it is the gradient of a module's output or of a parameter, and not one inside a module."""
+    info = analysis.tensors[tensor]
+    return info.kind != "op_grad" or any(t.kind == "param_grad" and t.fqn == info.fqn for t in analysis.tensors)
+
+
 def _is_lost(analysis: Analysis, tensor: int, before: int | None = None) -> bool:
-    """All zero although what it is computed from is not, and lies where products vanish: it was flushed."""
+    """All zero although what it is computed from is not, and is so small that what comes of it vanishes."""
     samples = analysis.samples
     rows = analysis.rows_of(tensor, before=before)
     if not len(rows) or (samples.num_zero[rows] == samples.numel[rows]).mean() < LOST_SHARE:
@@ -132,7 +143,7 @@ def _is_lost(analysis: Analysis, tensor: int, before: int | None = None) -> bool
     parent_rows = [r for p in parents for r in analysis.rows_of(p, before=before).tolist()]
     amax = samples.amax[parent_rows] if parent_rows else np.zeros(0)
     alive = amax[amax > 0]
-    return len(alive) > 0 and float(np.median(alive)) < 2.0**FP16.min_normal_log2
+    return len(alive) > 0 and float(np.median(alive)) < 2.0 ** (FP16.flush_log2 + ATTENUATION_LOG2)
 
 
 def _zeros_were_flushed(analysis: Analysis, tensor: int, before: int | None) -> bool:

@@ -298,7 +298,7 @@ def _hunting(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | Non
 def _calibration(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | None:
     end = history.calibration_end
     num = int(history.found[:end].sum())
-    if not num or history.forward_bad[:end].any():
+    if not num or history.forward_bad[:end].any() or (end < len(history) and history.found[end]):
         return None
     after = (
         float(history.scale[end]) if end < len(history) else float(history.scale[-1]) * history.settings.backoff_factor

@@ -120,7 +120,8 @@ def test_a_folder_removed_while_recording_stops_the_recording_alone(
 
 
 @pytest.mark.parametrize(
-    "method", ["on_forward_start", "on_forward_end", "on_backward_start", "_on_gradient", "on_scaler_step_start", "on_update"]
+    "method",
+    ["on_forward_start", "on_forward_end", "on_backward_start", "_on_gradient", "on_scaler_step_start", "on_update"],
 )
 def test_a_hook_that_fails_turns_capture_off_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
@@ -292,7 +293,9 @@ def test_a_backlog_wakes_the_writer_before_anything_is_dropped(tmp_path: Path) -
 
 
 def test_rows_of_one_tensor_are_merged_and_its_gains_averaged() -> None:
-    rows = torch.stack([tensor_row(torch.tensor([1.0, 0.0])), tensor_row(torch.tensor([4.0])), tensor_row(torch.ones(5))])
+    rows = torch.stack(
+        [tensor_row(torch.tensor([1.0, 0.0])), tensor_row(torch.tensor([4.0])), tensor_row(torch.ones(5))]
+    )
     samples = SampledTensors(
         columns=[(7, True, 0, True), (7, True, 1, True), (8, False, 2, False)],
         rows=[HostCopy(rows[:2]), HostCopy(rows[2:])],

@@ -180,7 +180,9 @@ def test_the_constructor_of_a_scheduler_is_not_a_step(tmp_path: Path) -> None:
         for schedule in (
             schedulers.StepLR(optimizer, 3),
             schedulers.OneCycleLR(optimizer, 1.0, total_steps=10),
-            schedulers.SequentialLR(optimizer, [schedulers.ConstantLR(optimizer), schedulers.StepLR(optimizer, 2)], [2]),
+            schedulers.SequentialLR(
+                optimizer, [schedulers.ConstantLR(optimizer), schedulers.StepLR(optimizer, 2)], [2]
+            ),
         ):
             schedule.step()
         schedulers.ReduceLROnPlateau(optimizer).step(0.5)
@@ -245,7 +247,9 @@ def test_a_call_site_is_the_innermost_line_of_the_users() -> None:
 
 def test_where_only_libraries_call_the_innermost_of_them_is_named() -> None:
     scope: dict[str, Any] = {"user_call_site": user_call_site}
-    exec(compile("def inner():\n    found.append(user_call_site())", "/x/site-packages/lightning/loop.py", "exec"), scope)
+    exec(
+        compile("def inner():\n    found.append(user_call_site())", "/x/site-packages/lightning/loop.py", "exec"), scope
+    )
     exec(compile("def outer():\n    inner()", "/x/site-packages/lightning/trainer.py", "exec"), scope)
     found = scope["found"] = []
     thread = threading.Thread(target=scope["outer"])  # whose stack has nothing of ours

@@ -61,7 +61,9 @@ def test_an_existing_run_is_refused_unless_forced(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_capture_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(CaptureError, match=r"Cannot write the run to .*file/run \(Not a directory\); choose a writable"):
+    with pytest.raises(
+        CaptureError, match=r"Cannot write the run to .*file/run \(Not a directory\); choose a writable"
+    ):
         gradaudit.attach(net(), out=tmp_path / "file" / "run")
 
 
@@ -116,7 +118,8 @@ def test_a_learning_rate_that_json_cannot_say_does_not_end_the_recording(tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("error", "ended"), [(None, "ok"), (SystemExit(0), "ok"), (SystemExit(2), "exception"), (KeyboardInterrupt(), "exception")]
+    ("error", "ended"),
+    [(None, "ok"), (SystemExit(0), "ok"), (SystemExit(2), "exception"), (KeyboardInterrupt(), "exception")],
 )
 def test_how_a_training_ended_is_written_down(tmp_path: Path, error: BaseException | None, ended: str) -> None:
     gradaudit.attach(net(), out=tmp_path / "run").close(error)
@@ -195,7 +198,9 @@ def test_a_forked_child_records_nothing_and_leaves_the_run_alone(tmp_path: Path)
     assert run.ended == "ok"
 
 
-def test_ranks_write_apart_and_only_the_first_describes_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_write_apart_and_only_the_first_describes_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for rank in (1, 0):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "2")
