@@ -16,11 +16,13 @@ import pytest
 
 RECORDER = "gradaudit-recorder"
 
+SCALER_METHODS = ("__init__", "scale", "unscale_", "step", "update", "load_state_dict")
+
 CAPTURE = str(Path("gradaudit") / "capture")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="Write the expected outputs anew, then read the diff.")
+    parser.addoption("--update-golden", action="store_true", help="Write the expected outputs anew; read the diff.")
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +71,7 @@ def hooks_and_functions(torch: ModuleType) -> list[Any]:
     found += [torch.nn.utils.clip_grad.clip_grad_norm_, torch.nn.utils.clip_grad.clip_grad_value_]
     found += [cls.__dict__["step"] for cls in vars(lr_scheduler).values() if "step" in getattr(cls, "__dict__", {})]
     for cls in (scaler, *scaler.__subclasses__()):
-        found += [cls.__dict__.get(name) for name in ("scale", "unscale_", "step", "update", "load_state_dict")]
+        found += [cls.__dict__.get(name) for name in SCALER_METHODS]
         found.append(cls.__dict__.get("__init_subclass__"))
     found.append(torch.amp.autocast_mode.autocast.__enter__)
     return found

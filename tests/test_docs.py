@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+import pkgutil
 import re
-import shlex
 from collections.abc import Iterator
-from itertools import product
+from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
+import click
 import pytest
 from click.testing import CliRunner
 
-import gradaudit
-from gradaudit import schema
-from gradaudit.analysis import context, overflows, recommend, windows
+from gradaudit import analysis, schema
 from gradaudit.analysis.audit import CHECK_IDS
-from gradaudit.analysis.checks import gradient_overflow, gradient_zones, loss_scale, scale_course
-from gradaudit.analysis.history import CALIBRATION_GAP
 from gradaudit.capture import calls
 from gradaudit.cli import COMMANDS, main
 from gradaudit.formats import MAX_EXPONENT, MIN_EXPONENT, NUM_BINS
@@ -38,7 +34,9 @@ PAGES = sorted([*ROOT.glob("*.md"), *DOCS.glob("*.md")])
 SECTION = re.compile(r"^## (?P<name>.+?)\n(?P<text>.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 RUNNABLE = re.compile(r"^<!-- runnable -->\n```python\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
-OUTPUT = re.compile(r"<!-- output: (?P<command>.+?)(?: \| head -(?P<lines>\d+))? -->\n```\n(?P<text>.*?)```\n", re.DOTALL)
+OUTPUT = re.compile(
+    r"<!-- output: (?P<command>.+?)(?: \| head -(?P<lines>\d+))? -->\n```\n(?P<text>.*?)```\n", re.DOTALL
+)
 LINK = re.compile(r"!?\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 ROW = re.compile(r"^\| (?P<names>`[^|]+) \|", re.MULTILINE)
@@ -99,46 +97,68 @@ def test_the_example_of_a_finding_shows_it(name: str, command: list[str], monkey
 
 
 CLAIMS = [
-    ("scale-zero", scale_course.RECIPROCAL_OVERFLOWS == 2.0**-128, "at or below 2^-128"),
-    ("scale-at-floor", scale_course.MIN_PINNED, "at least {} unexplained overflows"),
-    ("scale-at-floor", 100 * scale_course.PINNED_SHARE, "at least {:g} % of the updates"),
-    ("scale-collapse", scale_course.MIN_UNEXPLAINED, "at least {} overflows are unexplained"),
-    ("scale-collapse", scale_course.MIN_UNEXPLAINED - 1, "at least {} backoffs lower"),
-    ("scale-collapse", scale_course.RECOVERED_UPDATES, "{} clean updates"),
-    ("scale-decay", scale_course.DECAY_LOG2, "at least {} separate drops"),
-    ("scale-decay", 2**scale_course.DECAY_LOG2, "a factor of {}"),
-    ("scale-thrashing", scale_course.FEW_OVERFLOWS, "two standard deviations, plus {}"),
-    ("scale-calibration", CALIBRATION_GAP, "at most {} clean updates apart"),
-    ("scale-runaway", loss_scale.RUNAWAY_GROWTHS, "at least {} times"),
-    ("scale-never-grew", context.TARGET_DB, "{:g} dB"),
-    ("static-scale-unsafe", loss_scale.MIN_STATIC_UPDATES, "at least {} updates"),
-    ("static-scale-unsafe", loss_scale.STATIC_INTERVAL, "{:,} or more"),
-    ("gradient-underflow", context.TARGET_DB, "below {:g} dB"),
-    ("gradient-underflow", 100 * context.QUANTILE, "more than {:g} % of the sampled steps"),
-    ("gradient-underflow", 100 * gradient_zones.LOST_SHARE, "at least {:g} % of the sampled steps"),
-    ("gradient-underflow", 100 * gradient_zones.FLUSHED_ZERO_SHARE, "at least {:g} % of the elements"),
-    ("gradient-underflow", context.CANCELS_DB, "below {:g} dB at any scale"),
-    ("gradient-headroom-low", gradient_overflow.MIN_TREND_SAMPLES, "at least {} sampled steps"),
-    ("gradient-headroom-low", gradient_overflow.RISE_LOG2, "at least {:g} binade"),
-    ("gradient-headroom-low", gradient_overflow.HEADROOM_LOG2, "within {} binades"),
-    ("scale-window-empty", 100 * windows.EMPTY_SHARE, "at least {:g} % of the sampled steps"),
-    ("layer-without-gradient", gradient_zones.MIN_SILENT_STEPS, "at least {} steps"),
+    ("scale-zero", "RECIPROCAL_OVERFLOWS == 2.0**-128", "at or below 2^-128"),
+    ("scale-at-floor", "MIN_PINNED", "at least {} unexplained overflows"),
+    ("scale-at-floor", "100 * PINNED_SHARE", "at least {:g} % of the updates"),
+    ("scale-collapse", "MIN_UNEXPLAINED", "at least {} overflows are unexplained"),
+    ("scale-collapse", "MIN_UNEXPLAINED - 1", "at least {} backoffs lower"),
+    ("scale-collapse", "RECOVERED_UPDATES", "{} clean updates"),
+    ("scale-decay", "DECAY_LOG2", "at least {} separate drops"),
+    ("scale-decay", "2**DECAY_LOG2", "a factor of {}"),
+    ("scale-thrashing", "FEW_OVERFLOWS", "two standard deviations, plus {}"),
+    ("scale-calibration", "CALIBRATION_GAP", "at most {} clean updates apart"),
+    ("scale-runaway", "RUNAWAY_GROWTHS", "at least {} times"),
+    ("scale-never-grew", "TARGET_DB", "{:g} dB"),
+    ("static-scale-unsafe", "MIN_STATIC_UPDATES", "at least {} updates"),
+    ("static-scale-unsafe", "STATIC_INTERVAL", "{:,} or more"),
+    ("gradient-underflow", "TARGET_DB", "below {:g} dB"),
+    ("gradient-underflow", "100 * QUANTILE", "more than {:g} % of the sampled steps"),
+    ("gradient-underflow", "100 * LOST_SHARE", "at least {:g} % of the sampled steps"),
+    ("gradient-underflow", "FP16.flush_log2 + ATTENUATION_LOG2", "below 2^{}"),
+    ("gradient-underflow", "100 * FLUSHED_ZERO_SHARE", "at least {:g} % of the elements"),
+    ("gradient-underflow", "CANCELS_DB", "below {:g} dB at any scale"),
+    ("gradient-headroom-low", "MIN_TREND_SAMPLES", "at least {} sampled steps"),
+    ("gradient-headroom-low", "RISE_LOG2", "at least {:g} binade"),
+    ("gradient-headroom-low", "HEADROOM_LOG2", "within {} binades"),
+    ("scale-window-empty", "100 * EMPTY_SHARE", "at least {:g} % of the sampled steps"),
+    ("layer-without-gradient", "MIN_SILENT_STEPS", "at least {} steps"),
 ]
-
-
-@pytest.mark.parametrize(("name", "value", "claim"), CLAIMS, ids=[f"{name}: {claim}" for name, _, claim in CLAIMS])
-def test_a_threshold_is_what_the_page_says(name: str, value: float, claim: str) -> None:
-    assert value
-    assert claim.format(value) in " ".join(FINDINGS[name].split())
-
+"""What a section says, with the constants of gradaudit.analysis that it says it of."""
 
 CONCEPTS = [
-    (100 * windows.OVERFLOW_SHARE, "at most {:g} % of the steps"),
-    (round(1 / recommend.TARGET_SKIP_RATE), "one skipped step in a thousand" if True else "{}"),
-    (recommend.MIN_INTERVAL, "no shorter than {} steps"),
-    (100 * (1 - context.QUANTILE), "what {:g} % of the sampled, applied steps reach"),
-    (overflows.LIMIT_LOG2, "65,520"),
+    ("TARGET_DB", "The target is {:g} dB"),
+    ("100 * (1 - QUANTILE)", "what {:g} % of the sampled, applied steps reach"),
+    ("100 * OVERFLOW_SHARE", "at most {:g} % of the steps"),
+    ("MIN_INTERVAL", "no shorter than {} steps"),
+    ("-10 * log10(MAX_AVERAGING)", "At most {:g} dB of averaging"),
+    ("10 * log10(12 * MANTISSA_MEAN**2 * 4**FP16.mantissa_bits)", "all normal has {:.1f} dB"),
+    ("10 * log10(12 * MANTISSA_MEAN**2)", "in the last subnormal binade it is {:.1f} dB"),
+    ("FP16.overflow_at", "{:,.0f} and more, or inf"),
+    ("FP16.flush_log2", "not zero, up to 2^{}"),
+    ("1 / TARGET_SKIP_RATE == 1000", "one skipped step in a thousand"),
+    ("RUN_SHARE == 4", "no longer than a quarter of the run"),
+    ("MARGIN_LOG2 == 1", "starts one binade below the high edge"),
 ]
+
+
+def value_of(expression: str) -> float:
+    """A number made of constants, wherever in gradaudit.analysis they are defined."""
+    names: dict[str, object] = {"log10": math.log10}
+    for module in pkgutil.walk_packages(analysis.__path__, "gradaudit.analysis."):
+        names |= {name: value for name, value in vars(import_module(module.name)).items() if name.isupper()}
+    value = eval(expression, names)
+    assert value, f"{expression} is {value}"
+    return float(value) if isinstance(value, float) else int(value)
+
+
+@pytest.mark.parametrize(("name", "expression", "claim"), CLAIMS, ids=[": ".join(claim) for claim in CLAIMS])
+def test_a_threshold_is_what_the_page_says(name: str, expression: str, claim: str) -> None:
+    assert claim.format(value_of(expression)) in " ".join(FINDINGS[name].split())
+
+
+@pytest.mark.parametrize(("expression", "claim"), CONCEPTS, ids=[": ".join(claim) for claim in CONCEPTS])
+def test_a_number_in_the_concepts_is_that_of_the_code(expression: str, claim: str) -> None:
+    assert claim.format(value_of(expression)) in " ".join(read(DOCS / "concepts.md").split())
 
 
 # Run format
@@ -164,3 +184,139 @@ def test_the_numbers_of_the_run_format_are_those_of_the_code() -> None:
     assert f"after the first {calls.NUM_CALL_SITES} calls of a kind" in text
     assert f"no older than {STALE_S:g} seconds" in text
     assert f"8 log{MERGE_FANIN}(n) parts" in text
+
+
+# Commands
+
+
+def commands_in(text: str) -> Iterator[list[str]]:
+    """Words of each `gradaudit ...` in code, up to the end of the command."""
+    code = [match["text"] for match in FENCE.finditer(text)] + re.findall(r"`(gradaudit [^`]+)`", text)
+    for block in code:
+        for line in block.splitlines():
+            for command in re.findall(r"(?:^|\s)gradaudit ((?:[^#|&`]|$)+)", line.partition("  #")[0]):
+                yield command.split()
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_is_shown_to_newcomers(name: str) -> None:
+    shown_commands = [
+        words[0] for page in ("README.md", "docs/quickstart.md") for words in commands_in(read(ROOT / page))
+    ]
+
+    assert name in shown_commands
+
+
+def own_options(name: str, words: list[str]) -> set[str]:
+    """Options of a shown command, without those that a script gets from `run`."""
+    target = [i for i, word in enumerate(words) if word.endswith(".py") or word == "-m"] if name == "run" else []
+    return {word.split("=")[0] for word in words[: min(target, default=None)] if word.startswith("--")}
+
+
+def known_options(name: str) -> set[str]:
+    command = main.get_command(click.Context(main), name)
+    return {"--help"} | {option for param in command.params for option in param.opts} if command else set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_the_pages_name_no_command_or_option_that_there_is_not(page: Path) -> None:
+    used = [(words[0], own_options(words[0], words[1:])) for words in commands_in(read(page))]
+
+    assert [(name, options - known_options(name)) for name, options in used if options - known_options(name)] == []
+    assert [name for name, _ in used if name not in COMMANDS and not name.startswith("-")] == []
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent == DOCS], ids=shown)
+def test_outputs_on_a_page_are_what_the_commands_print(
+    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    text = read(page)
+
+    def printed(match: re.Match[str]) -> str:
+        result = CliRunner().invoke(main, match["command"].split())
+        assert result.exit_code == 0, result.output
+        lines = result.output.splitlines()[: int(match["lines"]) if match["lines"] else None]
+        return match.group().replace(f"```\n{match['text']}```", "\n".join(["```", *lines, "```"]))
+
+    fresh = OUTPUT.sub(printed, text)
+
+    if request.config.getoption("--update-golden"):
+        page.write_text(fresh, encoding="utf-8")
+    else:
+        assert fresh == text
+
+
+# Python
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_python_on_a_page_is_python(page: Path) -> None:
+    for match in FENCE.finditer(read(page)):
+        if match["language"] == "python":
+            ast.parse(match["text"])
+
+
+BLOCKS = [
+    pytest.param(match["text"], id=f"{name} {i}")
+    for name in ("quickstart.md", "run-format.md")
+    for i, match in enumerate(RUNNABLE.finditer(read(DOCS / name)))
+]
+
+
+def test_both_pages_have_blocks_to_run() -> None:
+    assert {str(block.id).split()[0] for block in BLOCKS} == {"quickstart.md", "run-format.md"}
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with an underflowing run in runs/a."""
+    tensors = [tensor(0, "head"), tensor(1, "head.weight", "param_grad", dtype="float32", parents=[0])]
+    about = meta(tensors, cost={"recording_s": 0.1, "wall_s": 2.0, "every": 1})
+    steps = [step(i, skipped=i == 0, found_inf=i == 0, param_amax=[1e-6]) for i in range(12)]
+    samples = [sample(i, t, {-23: 90, -20: 10}, num_zero=20) for i in range(1, 12) for t in (0, 1)]
+    write_run(tmp_path / "runs" / "a", run_meta=about, steps=steps, samples=samples)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+@pytest.mark.parametrize("code", BLOCKS)
+def test_a_block_runs_and_prints_something(code: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
+
+    assert len(capsys.readouterr().out.splitlines()) >= 1
+
+
+# Links
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = FENCE.sub("", read(page))
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in HEADING.findall(text)}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    broken = []
+    for match in LINK.finditer(FENCE.sub("", read(page))):
+        path, _, anchor = match["target"].partition("#")
+        if "://" in path:
+            continue
+        target = page if not path else page.parent / path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(match["target"])
+
+    assert broken == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=shown)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = re.findall(r"`((?:docs|gradaudit|dashboard|sample_runs|tests|bench)/[\w./-]+)`", read(page))
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_there_are_links_to_check() -> None:
+    assert sum(len(LINK.findall(read(page))) for page in PAGES) > 20
+    assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= {page.name for page in PAGES}

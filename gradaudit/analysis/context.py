@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.history import ScaleHistory, scale_histories, scale_log2_of
-from gradaudit.analysis.noise import Noise, own_noise, total_noise
+from gradaudit.analysis.noise import Noise, addend_margin_db, own_noise, total_noise
 from gradaudit.analysis.zones import zone_counts
 from gradaudit.formats import FP16_DTYPES
 from gradaudit.store.reader import Run, Samples, Steps, TensorInfo, only
@@ -64,6 +64,7 @@ class Analysis:
         zones: Elements per zone at the scale in force, shape [R, 7].
         applied: Whether a sample's step was applied and every gradient of it finite, shape [R].
         own_db: SQNR of each sample's own rounding at the scale in force, shape [R]; NaN where there is none to tell.
+            What is only added to others is measured against the sum.
         sqnr_db: The same with inherited noise; NaN where nothing passed through FP16.
         at_all_scales: Both at every scale, for some of the rows.
         rounds: Whether a tensor rounds in FP16, shape [T].
@@ -134,11 +135,12 @@ def analyse(run: Run) -> Analysis:
     total = total_noise(samples, tensors, own)
     rounds = np.array([t.dtype in FP16_DTYPES and not t.exact for t in tensors], dtype=bool)
     touched = _touched(tensors)
-    own_db = np.where(rounds[samples.tensor], own.sqnr_db()[:, 0], np.nan)
-    sqnr_db = np.where(touched[samples.tensor], total.sqnr_db()[:, 0], np.nan)
+    margin_db = addend_margin_db(samples, tensors)
+    own_db = np.where(rounds[samples.tensor], own.sqnr_db()[:, 0] + margin_db, np.nan)
+    sqnr_db = np.where(touched[samples.tensor], total.sqnr_db()[:, 0] + margin_db, np.nan)
     own_db[~applied] = np.nan
     sqnr_db[~applied] = np.nan
-    at_all_scales = _at_all_scales(samples, tensors, scale_log2, applied)
+    at_all_scales = _at_all_scales(samples, tensors, scale_log2, applied, margin_db)
     zones = zone_counts(samples.counts, samples.num_zero, samples.num_nan, samples.num_inf, samples.amax)
     return Analysis(
         run=run,
@@ -201,7 +203,11 @@ def _touched(tensors: tuple[TensorInfo, ...]) -> np.ndarray:
 
 
 def _at_all_scales(
-    samples: Samples, tensors: tuple[TensorInfo, ...], scale_log2: np.ndarray, applied: np.ndarray
+    samples: Samples,
+    tensors: tuple[TensorInfo, ...],
+    scale_log2: np.ndarray,
+    applied: np.ndarray,
+    margin_db: np.ndarray,
 ) -> AtAllScales:
     usable = np.unique(samples.step[applied])
     chosen = (
@@ -215,7 +221,8 @@ def _at_all_scales(
         part = own_noise(subset.select(at), tensors, np.round(SCALES_LOG2 - level))
         own.ratio[at], own.shrinkage[at] = part.ratio, part.shrinkage
     total = total_noise(subset, tensors, own)
-    return AtAllScales(rows, own.sqnr_db(), total.sqnr_db())
+    margin_RK = margin_db[rows, None]
+    return AtAllScales(rows, own.sqnr_db() + margin_RK, total.sqnr_db() + margin_RK)
 
 
 def _cancels(levels: AtAllScales, samples: Samples, num_tensors: int) -> np.ndarray:

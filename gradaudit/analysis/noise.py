@@ -37,6 +37,9 @@ from gradaudit.store.reader import Samples, TensorInfo
 
 REPEATING_OPS = frozenset({"Mean", "Sum", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AvgPool2D"})
 
+ADDEND = " -> "
+"""In the operation's name of a gradient that is one of several summed: from where to where it flows."""
+
 MANTISSA_MEAN = 1.5
 """Stands for all values of a binade."""
 
@@ -158,6 +161,26 @@ def total_noise(samples: Samples, tensors: Sequence[TensorInfo], own: Noise) -> 
             ratio_RK[row] += (1.0 - own.shrinkage[row] ** 2) * inherited_K
             shrinkage_RK[row] = np.maximum(shrinkage_RK[row], missing_K)
     return Noise(ratio_RK, shrinkage_RK)
+
+
+def addend_margin_db(samples: Samples, tensors: Sequence[TensorInfo]) -> np.ndarray:
+    """By how much a gradient that is only added to others may be noisier than their sum, in dB, shape [R].
+
+    What counts of an addend is what it does to the sum: one that is small beside the others may flush unnoticed. Zero
+    for gradients that are no addends.
+    """
+    sum_of = {p: info.id for info in tensors for p in info.parents if p < len(tensors) and ADDEND in tensors[p].op}
+    margin = np.zeros(len(samples))
+    addends = np.flatnonzero(np.isin(samples.tensor, list(sum_of)))
+    if not len(addends):
+        return margin
+    signal_R = energy(samples.counts)
+    row_at = {(int(t), int(s)): row for row, (t, s) in enumerate(zip(samples.tensor, samples.step, strict=True))}
+    for row in addends:
+        total = row_at.get((sum_of[int(samples.tensor[row])], int(samples.step[row])))
+        if total is not None and signal_R[total] > signal_R[row] > 0:
+            margin[row] = 10 * math.log10(signal_R[total] / signal_R[row])
+    return margin
 
 
 def _repeats(tensors: Sequence[TensorInfo], order: Sequence[int]) -> list[float]:

@@ -10,6 +10,7 @@ from gradaudit.analysis.context import QUANTILE, SCALES_LOG2, TARGET_DB, Analysi
 from gradaudit.analysis.history import scale_log2_of, unscaled_amax_log2
 from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
 from gradaudit.analysis.report import Window
+from gradaudit.formats import FP16
 from gradaudit.store.reader import NO_GRADIENT, TensorInfo
 
 OVERFLOW_SHARE = 0.005
@@ -17,6 +18,17 @@ OVERFLOW_SHARE = 0.005
 
 EMPTY_SHARE = 0.5
 """No scale fits if none does in at least half of the sampled steps; less often, a dynamic scale can follow."""
+
+
+LOST_SHARE = 0.9
+"""A gradient is lost if it is all zero in nine of ten sampled steps."""
+
+ATTENUATION_LOG2 = 6
+"""What one operation takes from a gradient, in binades: one that is all zero below a larger gradient is zero by itself
+(a unit that is off, a state that starts at zero)."""
+
+LOST_LOG2 = 6
+"""What is flushed entirely needs a scale larger by this at the least: 2^-25 times 2^6 is where 40 dB begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +111,20 @@ def windows(analysis: Analysis) -> Windows:
     row_tensor = samples.tensor[levels.rows]
     every_step = _high_from_parameters(analysis)
     found: dict[int, TensorWindow] = {}
+    lost = [t for t in np.flatnonzero(analysis.rounds).tolist() if is_lost(analysis, t)]
     for t in np.flatnonzero(analysis.rounds).tolist():
         lows = low_R[row_tensor == t]
         lows = lows[~np.isnan(lows)]
         highs = high_R[analysis.rows_of(t, applied_only=False)]
         highs = np.concatenate([highs[~np.isnan(highs)], every_step.get(t, np.zeros(0))])
         own = analysis.layer_db(analysis.own_db, t)
+        if t in lost:
+            lows = np.ceil(analysis.scale_log2[analysis.rows_of(t)]) + LOST_LOG2
         found[t] = TensorWindow(
             tensor=t,
             low_log2=int(np.quantile(lows, 1 - QUANTILE, method="higher")) if len(lows) else None,
             high_log2=int(np.quantile(highs, OVERFLOW_SHARE, method="lower")) if len(highs) else None,
-            censored=own is not None and own < TARGET_DB,
+            censored=t in lost or (own is not None and own < TARGET_DB),
         )
     low = max((w for w in found.values() if w.low_log2 is not None), key=lambda w: w.low_log2 or 0, default=None)
     high = min((w for w in found.values() if w.high_log2 is not None), key=lambda w: w.high_log2 or 0, default=None)
@@ -124,7 +139,7 @@ def windows(analysis: Analysis) -> Windows:
         ),
         lowest=tensors[low.tensor] if low else None,
         highest=tensors[high.tensor] if high else None,
-        empty_share=_empty_share(samples.step[levels.rows], low_R, high_R[levels.rows]),
+        empty_share=_empty_share(analysis, lost, low_R, high_R[levels.rows]),
     )
 
 
@@ -142,10 +157,32 @@ def needed_since(analysis: Analysis, step: int) -> tuple[TensorInfo | None, int 
     return needed
 
 
-def _empty_share(step_R: np.ndarray, low_R: np.ndarray, high_R: np.ndarray) -> float:
-    steps, inverse = np.unique(step_R, return_inverse=True)
+def is_lost(analysis: Analysis, tensor: int, before: int | None = None) -> bool:
+    """All zero although what it is computed from is not, and is so small that what comes of it vanishes.
+
+    Args:
+        analysis: The run.
+        tensor: Tensor id.
+        before: Look only at steps before this one.
+    """
+    samples = analysis.samples
+    rows = analysis.rows_of(tensor, before=before)
+    if not len(rows) or (samples.num_zero[rows] == samples.numel[rows]).mean() < LOST_SHARE:
+        return False
+    parents = [p for p in analysis.tensors[tensor].parents if p < len(analysis.tensors)]
+    parent_rows = [r for p in parents for r in analysis.rows_of(p, before=before).tolist()]
+    amax = samples.amax[parent_rows] if parent_rows else np.zeros(0)
+    alive = amax[amax > 0]
+    return len(alive) > 0 and float(np.median(alive)) < 2.0 ** (FP16.flush_log2 + ATTENUATION_LOG2)
+
+
+def _empty_share(analysis: Analysis, lost: list[int], low_R: np.ndarray, high_R: np.ndarray) -> float:
+    rows = analysis.at_all_scales.rows
+    steps, inverse = np.unique(analysis.samples.step[rows], return_inverse=True)
     if not len(steps):
         return 0.0
+    at_least_R = np.ceil(analysis.scale_log2[rows]) + LOST_LOG2
+    low_R = np.where(np.isin(analysis.samples.tensor[rows], lost), at_least_R, low_R)
     low = np.full(len(steps), -np.inf)
     high = np.full(len(steps), np.inf)
     np.fmax.at(low, inverse, low_R)

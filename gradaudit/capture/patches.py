@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 from torch.nn.modules import module as nn_module
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as optim_optimizer
@@ -106,7 +105,6 @@ def _in_a_transform() -> bool:
         torch.compiler.is_compiling()
         or torch._C._get_tracing_state() is not None
         or torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
     )
 
 

@@ -323,7 +323,7 @@ def _alive(pid: object) -> bool:
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
-        return True
+        pass  # alive, and somebody else's
     return True
 
 

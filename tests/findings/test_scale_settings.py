@@ -296,6 +296,14 @@ def test_a_scaler_that_is_loaded_while_recording_is_fine(tmp_path: Path) -> None
     assert_healthy(audit.report())
 
 
+def test_recording_from_the_middle_of_a_run_on_is_fine(tmp_path: Path) -> None:
+    model, scaler = mlp(), dynamic()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    fit(tmp_path / "first", model, scaler=scaler, optimizer=optimizer, steps=10)
+
+    assert_healthy(fit(tmp_path / "then", model, scaler=scaler, optimizer=optimizer, steps=30))
+
+
 def test_a_fresh_run_that_starts_at_init_scale_is_fine(tmp_path: Path) -> None:
     report = fit(tmp_path / "run", mlp(), scaler=dynamic(init_scale=2.0**24), steps=40)
 

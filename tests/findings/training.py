@@ -218,7 +218,7 @@ SCALE_COURSES = {
 
 
 def assert_sound(report: AuditReport) -> None:
-    """What holds for every report: all checks ran, one verdict on the scale, and the level follows from the findings."""
+    """What holds for every report: all checks ran, one verdict on the scale, a level that follows from the findings."""
     assert [check for check in report.checks if check.status == "errored"] == []
     assert len(SCALE_COURSES & {finding.id for finding in report.findings}) <= 1
     severities = {finding.severity for finding in report.findings}

@@ -18,8 +18,8 @@ from gradaudit.capture.settings import CaptureSettings
 from gradaudit.capture.statistic import ROW_WIDTH, tensor_row
 
 DTYPES = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn, torch.complex32,
-    torch.complex64, torch.complex128,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn,
+    torch.complex32, torch.complex64, torch.complex128,
 ]  # fmt: skip
 
 pytestmark = [

@@ -23,8 +23,8 @@ pytestmark = [
 QUICK = settings(max_examples=60, deadline=None, derandomize=True)
 
 FLOATING = [
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn, torch.complex32,
-    torch.complex64, torch.complex128,
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn,
+    torch.complex32, torch.complex64, torch.complex128,
 ]  # fmt: skip
 
 HALVES = hnp.arrays(np.uint16, st.integers(0, 20), elements=st.integers(0, 2**16 - 1))

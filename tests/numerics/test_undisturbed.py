@@ -14,12 +14,14 @@ import torch
 
 import gradaudit
 from gradaudit.capture import recorder
-from tests.numerics.zoo import RECIPES, Recipe, Training, compiled, mlp, regression, supervised
-from tests.numerics.zoo_more import MORE_RECIPES
+from tests.numerics.trainings import Recipe, Training, mlp, regression, supervised
+from tests.numerics.zoo_corners import CORNERS
+from tests.numerics.zoo_loops import LOOPS, compiled
+from tests.numerics.zoo_models import MODELS
 
-ALL_RECIPES = RECIPES | MORE_RECIPES
+RECIPES = MODELS | LOOPS | CORNERS
 
-NUM_STEPS = 30
+NUM_STEPS = 40
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -109,9 +111,9 @@ def check(recipe: Recipe, folder: Path, *, every: int, num_steps: int, attach_at
 
 
 @pytest.mark.parametrize("every", [1, 7])
-@pytest.mark.parametrize("name", ALL_RECIPES)
+@pytest.mark.parametrize("name", RECIPES)
 def test_a_training_is_bit_identical_and_recorded_whole(name: str, every: int, tmp_path: Path) -> None:
-    recipe = ALL_RECIPES[name]
+    recipe = RECIPES[name]
     num_steps = BACKEND_STEPS.get(name, NUM_STEPS)
     run = check(recipe, tmp_path / "run", every=every, num_steps=num_steps)
 
@@ -152,7 +154,7 @@ def test_the_exception_of_a_training_is_the_one_it_would_have_seen(tmp_path: Pat
         raise ZeroDivisionError("the user's own")
 
     training = Training([mlp()], [], explode)
-    with pytest.raises(ZeroDivisionError, match="^the user's own$"):
+    with pytest.raises(ZeroDivisionError, match=r"^the user's own$"):
         train(lambda: training, num_steps=1, attach=lambda t: gradaudit.attach(t.modules[0], out=tmp_path / "run"))
     run = gradaudit.open_run(tmp_path / "run")
     assert run.ended == "exception"

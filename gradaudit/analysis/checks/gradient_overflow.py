@@ -8,6 +8,7 @@ import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, place_of, power
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
+from gradaudit.analysis.history import ScaleHistory
 from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
 from gradaudit.analysis.report import Evidence, Finding
 
@@ -40,9 +41,14 @@ def overflow(facts: Facts) -> Outcome:
     course = scale_course(facts)
     if course is not None and course.id in (*FELL, "scale-hunting", "scale-calibration"):
         return []
-    if course is None and any(np.ptp(history.scale) > 0 for history in analysis.histories):
+    if course is None and analysis.histories and all(_gave_way(history) for history in analysis.histories):
         return []  # a drop or two that the scaler dealt with
     return [_overflow_finding(facts, steps.step[backward], steps.scale[backward])]
+
+
+def _gave_way(history: ScaleHistory) -> bool:
+    """Whether every overflow lowered the scale."""
+    return bool((np.diff(history.scale)[history.found[:-1]] < 0).all())
 
 
 def _overflow_finding(facts: Facts, bad_steps: np.ndarray, scales: np.ndarray) -> Finding:

@@ -14,16 +14,9 @@ from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import QUANTILE, TARGET_DB, Analysis
 from gradaudit.analysis.noise import energy
 from gradaudit.analysis.report import Evidence, Finding, Place
-from gradaudit.analysis.windows import EMPTY_SHARE
+from gradaudit.analysis.windows import EMPTY_SHARE, is_lost
 from gradaudit.formats import FP16
 from gradaudit.store.reader import NO_GRADIENT
-
-LOST_SHARE = 0.9
-"""A layer is lost if it is all zero in nine of ten sampled steps."""
-
-ATTENUATION_LOG2 = 6
-"""What one operation takes from a gradient, in binades: one that is all zero below a larger gradient is zero by itself
-(a unit that is off, a state that starts at zero)."""
 
 FLUSHED_ZERO_SHARE = 0.01
 """Zeros beyond those of a larger scale, as a share of elements, that must have been flushed."""
@@ -62,7 +55,7 @@ def _underflow(facts: Facts) -> Outcome:
     named = [place_of(analysis.tensors[t]) for t in small.tensors]
     rows = np.concatenate([analysis.rows_of(t, before=before) for t in small.tensors])
     scale, steps = float(2.0 ** np.median(analysis.scale_log2[rows])), analysis.samples.step[rows]
-    needed = max((w.low_log2 for w in facts.windows.tensors.values() if w.low_log2 is not None), default=None)
+    needed = facts.windows.run.low_log2
     if needed is not None and 2.0**needed <= scale:
         needed = None  # what has flushed is not in the histogram: it only tells that this is not enough
     evidence = [
@@ -77,7 +70,7 @@ def _underflow(facts: Facts) -> Outcome:
             severity="error" if gone else "warning",
             confidence="high" if small.low else "medium",
             title="Gradients are too small for FP16 at this loss scale",
-            summary=_underflow_summary(analysis, small, scale, needed),
+            summary=_underflow_summary(facts, small, scale, needed),
             scale_can_fix="yes",
             where=tuple(dict.fromkeys(named))[:NUM_NAMED],
             steps=(int(steps.min()), int(steps.max())),
@@ -93,7 +86,7 @@ def _too_small(analysis: Analysis, before: int | None) -> _TooSmall:
         own = analysis.layer_db(analysis.own_db, t, before=before)
         if own is not None and own < TARGET_DB:
             small.low.append((own, t))
-        elif _is_lost(analysis, t, before):
+        elif is_lost(analysis, t, before):
             small.lost.append(t)
         elif own is not None and _zeros_were_flushed(analysis, t, before):
             small.flushed.append(t)
@@ -101,8 +94,8 @@ def _too_small(analysis: Analysis, before: int | None) -> _TooSmall:
     return small
 
 
-def _underflow_summary(analysis: Analysis, small: _TooSmall, scale: float, needed: int | None) -> str:
-    tensors, parts = analysis.tensors, []
+def _underflow_summary(facts: Facts, small: _TooSmall, scale: float, needed: int | None) -> str:
+    tensors, parts, lowest = facts.analysis.tensors, [], facts.windows.lowest
     if small.low:
         db, worst = small.low[0]
         parts.append(
@@ -113,7 +106,10 @@ def _underflow_summary(analysis: Analysis, small: _TooSmall, scale: float, neede
         parts.append(f"{len(small.lost)} are flushed to zero entirely, first {tensors[small.lost[0]].described}")
     if not parts:
         parts.append(f"{tensors[small.flushed[0]].described} has zeros that a larger scale turns into values")
-    enough = f"2^{needed} would do" if needed is not None else "A larger scale is needed"
+    enough = "A larger scale is needed"
+    if needed is not None and lowest is not None:
+        censored = facts.windows.tensors[lowest.id].censored
+        enough = f"At least 2^{needed} is needed" if censored else f"2^{needed} would do"
     return f"At the scale in force (median {power(scale)}) {'; '.join(parts)}. {enough}."
 
 
@@ -131,19 +127,6 @@ def _is_layer(analysis: Analysis, tensor: int) -> bool:
     """Whether it is the gradient of a module's output or of a parameter, and not one inside a module."""
     info = analysis.tensors[tensor]
     return info.kind != "op_grad" or any(t.kind == "param_grad" and t.fqn == info.fqn for t in analysis.tensors)
-
-
-def _is_lost(analysis: Analysis, tensor: int, before: int | None = None) -> bool:
-    """All zero although what it is computed from is not, and is so small that what comes of it vanishes."""
-    samples = analysis.samples
-    rows = analysis.rows_of(tensor, before=before)
-    if not len(rows) or (samples.num_zero[rows] == samples.numel[rows]).mean() < LOST_SHARE:
-        return False
-    parents = [p for p in analysis.tensors[tensor].parents if p < len(analysis.tensors)]
-    parent_rows = [r for p in parents for r in analysis.rows_of(p, before=before).tolist()]
-    amax = samples.amax[parent_rows] if parent_rows else np.zeros(0)
-    alive = amax[amax > 0]
-    return len(alive) > 0 and float(np.median(alive)) < 2.0 ** (FP16.flush_log2 + ATTENUATION_LOG2)
 
 
 def _zeros_were_flushed(analysis: Analysis, tensor: int, before: int | None) -> bool:
@@ -264,7 +247,7 @@ def _flushed(facts: Facts, params: Sequence[str]) -> bool:
                 if t in seen or t >= len(analysis.tensors):
                     continue
                 seen.add(t)
-                if analysis.rounds[t] and _is_lost(analysis, t):
+                if analysis.rounds[t] and is_lost(analysis, t):
                     return True
                 stack += analysis.tensors[t].parents
     return False

@@ -171,10 +171,10 @@ def _resume_reset(facts: Facts) -> Outcome:
         return Skipped("no enabled GradScaler was used")
     resumed = [o for o in facts.analysis.run.meta.get("optimizers", []) if o.get("resumed")]
     scaler = history.scaler
-    if not resumed or scaler.get("loaded") or not scaler.get("fresh") or not len(history):
+    if not resumed or scaler.get("loaded") or not len(history):
         return []
-    if float(history.scale[0]) != history.settings.init_scale:
-        return []
+    if float(history.scale[0]) != history.settings.init_scale or history.growth_tracker[0] > 0:
+        return []  # recording began while it was in use
     wasted = int(history.found[: history.calibration_end].sum())
     return [
         Finding(

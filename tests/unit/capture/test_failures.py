@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gradaudit
-from gradaudit.capture import auditor, recorder, steps
+from gradaudit.capture import auditor, graph, recorder, steps
 from gradaudit.capture.recorder import HostCopy, Packet, Recorder, SampledTensors
 from gradaudit.capture.statistic import tensor_row
 from gradaudit.store import Run, open_run
@@ -194,9 +194,10 @@ def test_after_a_failure_no_hook_stays_on_a_graph_that_lives_on(
     monkeypatch.setattr(auditor, "hook_graph", remember)
     monkeypatch.setattr(auditor, "tensor_row", fail)
     model = net()
-    with pytest.warns(RuntimeWarning), gradaudit.attach(model, out=tmp_path / "run", include="loss"):
+    with gradaudit.attach(model, out=tmp_path / "run", include="loss"):
         loss = model(torch.ones(1, 8)).mean()
-        loss.backward(retain_graph=True)
+        with pytest.warns(RuntimeWarning):
+            loss.backward(retain_graph=True)
     assert [walk.handles for walk in handles] == [[]]
 
 
@@ -306,3 +307,12 @@ def test_rows_of_one_tensor_are_merged_and_its_gains_averaged() -> None:
     assert (first["tensor"], first["numel"], first["num_zero"], first["amax"]) == (7, 3, 1, 4.0)
     assert (first["num_micro_steps"], first["noise_gain"], first["scale"], first["order"]) == (2, 2.0, 8.0, 0)
     assert (second["counts"], second["noise_gain"], second["scaled"], second["numel"]) == (None, None, False, 5)
+
+
+def test_module_calls_without_end_are_forgotten_by_halves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graph, "MAX_MARKS", 100)
+    model = net()
+    with gradaudit.attach(model, out=tmp_path / "run") as audit:
+        for _ in range(100):
+            model(torch.ones(1, 8))
+        assert len(audit._recording._auditor._marks.starts) <= 100 + 8

@@ -81,7 +81,7 @@ def test_a_folder_without_permission_is_a_capture_error(
 
 @pytest.mark.parametrize("model", [None, "net", {}, torch.nn.Linear])
 def test_what_is_no_module_is_refused_before_anything_is_opened(tmp_path: Path, model: Any) -> None:
-    with pytest.raises(ValueError, match="model is a .*; pass the torch.nn.Module that is trained"):
+    with pytest.raises(ValueError, match=r"model is a .*; pass the torch.nn.Module that is trained"):
         gradaudit.attach(model, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

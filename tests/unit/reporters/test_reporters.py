@@ -99,9 +99,7 @@ def test_text_never_breaks_a_name() -> None:
 
 
 def test_a_name_with_a_space_stays_on_one_line() -> None:
-    report = replace(
-        reports.underflow(), layers=(reports.layer("a" * 60, 3.0, kind="op_grad", op="MulBackward0"),)
-    )
+    report = replace(reports.underflow(), layers=(reports.layer("a" * 60, 3.0, kind="op_grad", op="MulBackward0"),))
 
     assert f"{'a' * 60} [MulBackward0] (op_grad)" in text.render(report).replace("\n" + " " * 14, " ")
     assert any(line.endswith("[MulBackward0]") for line in text.render(report).splitlines())

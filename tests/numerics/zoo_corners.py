@@ -1,4 +1,4 @@
-"""Trainings that use the less common corners of torch; see `zoo`."""
+"""Trainings that use the less common corners of torch; see `zoo_models` and `zoo_loops`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.numerics.zoo import WIDTH, Recipe, Training, batch, half, mlp, regression, scaler, supervised
+from tests.numerics.trainings import WIDTH, Recipe, Training, batch, half, mlp, regression, scaler, supervised
 
 
 def complex_weights() -> Training:
@@ -269,7 +269,7 @@ def custom_attention_inside_autocast_regions() -> Training:
     return supervised(Mixed(), loss=regression(), scaler=scaler(), autocast=None)
 
 
-MORE_RECIPES: dict[str, Recipe] = {
+CORNERS: dict[str, Recipe] = {
     "complex weights": complex_weights,
     "nested inputs": nested_inputs,
     "sparse inputs": sparse_inputs,
