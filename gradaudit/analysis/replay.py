@@ -54,12 +54,18 @@ class ScalerState:
 def torch_update(state: ScalerState, policy: TorchPolicy, *, found_inf: bool) -> ScalerState:
     """One GradScaler.update(): the scale after it, rounded to float32 as torch keeps it."""
     if found_inf:
-        return ScalerState(float(np.float32(state.scale * np.float32(policy.backoff_factor))), 0)
+        return ScalerState(_float32(state.scale * policy.backoff_factor), 0)
     tracker = state.growth_tracker + 1
     if tracker != policy.growth_interval:
         return ScalerState(state.scale, tracker)
-    grown = state.scale * float(np.float32(policy.growth_factor))
-    return ScalerState(float(np.float32(grown)) if grown <= _MAX_FLOAT32 else state.scale, 0)
+    grown = _float32(state.scale * policy.growth_factor)
+    return ScalerState(grown if math.isfinite(grown) else state.scale, 0)
+
+
+def _float32(value: float) -> float:
+    """Rounded as the kernel does: the product is taken in float64, the result kept in float32."""
+    with np.errstate(over="ignore"):
+        return float(np.float32(value))
 
 
 @dataclass(frozen=True, slots=True)
