@@ -20,7 +20,7 @@ class NumberFormat:
     """A floating format by its exponent range and the bits it keeps.
 
     `max_value` is the largest finite value; `overflow_at` the smallest magnitude that rounds to inf (or saturates);
-    `min_normal_log2` and `min_subnormal_log2` are exponents; `mantissa_bits` counts stored bits, without the hidden one.
+    `min_normal_log2` and `min_subnormal_log2` are exponents; `mantissa_bits` counts stored bits, not the hidden one.
     """
 
     name: str

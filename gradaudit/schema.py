@@ -18,7 +18,8 @@ STEPS = pa.schema(
         pa.field("time_s", pa.float64(), nullable=False),
         pa.field("optimizer", pa.int32(), nullable=False),
         pa.field("scaler", pa.int32()),  # null: no (enabled) scaler handled this step
-        pa.field("update", pa.int64()),  # index of the scaler.update() that closed it; steps of one update share a scale
+        # index of the scaler.update() that closed it: steps of one update share a scale
+        pa.field("update", pa.int64()),
         pa.field("scale", pa.float64(), nullable=False),  # 1.0 without a scaler
         pa.field("growth_tracker", pa.int32()),
         pa.field("found_inf", pa.bool_()),

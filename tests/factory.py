@@ -1,4 +1,4 @@
-"""Synthetic runs, written through the real writer without torch, so that analysis and pages can be tested on any shape."""
+"""Synthetic runs, written by the real writer without torch, to test analysis and pages on runs of any shape."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def write_run(
         last = start + chunk >= len(steps)
         bounds = (window[0]["step"], window[-1]["step"]) if window else (0, -1)
         writer.append("steps", window)
-        writer.append("samples", [s for s in samples or [] if s["step"] >= bounds[0] and (last or s["step"] <= bounds[1])])
+        inside = [s for s in samples or [] if s["step"] >= bounds[0] and (last or s["step"] <= bounds[1])]
+        writer.append("samples", inside)
         writer.flush()
     writer.append("events", events or [])
     writer.flush()

@@ -11,7 +11,8 @@ import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import and_
 from pathlib import Path
 from typing import Any
 
@@ -204,9 +205,7 @@ class Run:
             conditions.append(pc.field("tensor").isin(pa.array(list(tensors), pa.int32())))
         if steps is not None:
             conditions.append((pc.field("step") >= steps[0]) & (pc.field("step") <= steps[1]))
-        expression = None
-        for condition in conditions:
-            expression = condition if expression is None else expression & condition
+        expression = reduce(and_, conditions) if conditions else None
         return _samples(self._read("samples", rank, filters=expression))
 
     def events(self, *, rank: int = 0) -> list[dict[str, Any]]:

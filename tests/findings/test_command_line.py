@@ -41,9 +41,7 @@ def run(tmp_path: Path, body: str) -> AuditReport:
     script = tmp_path / "train.py"
     script.write_text(HEAD + body, encoding="utf-8")
     command = [sys.executable, "-m", "gradaudit", "run", "--quiet", "--every", "5", "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        [*command, str(script), *arguments], cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([*command, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     return audit(open_run(tmp_path / "run"))
 
