@@ -16,6 +16,7 @@ from gradaudit.analysis.report import (
     CheckResult,
     Finding,
     LayerRow,
+    Level,
     RunSummary,
     Verdict,
 )
@@ -87,14 +88,16 @@ def _is_ignored(finding: Finding, ignore: Sequence[str]) -> bool:
 def _verdict(analysis: Analysis, findings: Sequence[Finding]) -> Verdict:
     alarming = [finding for finding in findings if finding.severity != "info"]
     if alarming:
-        level = "failing" if alarming[0].severity == "error" else "attention"
-        more = f" {len(alarming) - 1} more finding(s) below." if len(alarming) > 1 else ""
-        return Verdict(
-            "failing" if level == "failing" else "attention", f"{alarming[0].title}. {alarming[0].summary}{more}"
-        )
+        num_more = len(alarming) - 1
+        more = f" {num_more} more finding{'s' if num_more > 1 else ''} below." if num_more else ""
+        level: Level = "failing" if alarming[0].severity == "error" else "attention"
+        return Verdict(level, f"{alarming[0].title}. {alarming[0].summary}{more}")
     num_steps, num_skipped = len(analysis.steps), int(analysis.steps.skipped.sum())
     if not num_steps:
-        return Verdict("healthy", "Nothing to judge: no optimizer step was recorded.")
+        why = "recording failed, see below" if analysis.run.meta.get("errors") else "no optimizer step was recorded"
+        return Verdict("healthy", f"Nothing to judge: {why}.")
+    if num_skipped == num_steps:
+        return Verdict("healthy", f"Nothing to judge yet: all {num_steps} steps were skipped, as a start may.")
     if not analysis.ran_fp16:
         return Verdict("healthy", f"No FP16 gradient in {num_steps} steps, so nothing of FP16 to go wrong.")
     skips = (

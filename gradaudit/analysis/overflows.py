@@ -27,6 +27,9 @@ AMPLIFICATION_LOG2 = 10
 """By how much one operation may enlarge a gradient, sums over a batch aside: a matrix of large weights does, by a few
 binades. A division by zero enlarges anything, at any scale."""
 
+MAX_COMPARED = 20
+"""Clean steps looked at for the usual factor between a gradient and its source."""
+
 NEVER_EXPLAINED_LOG2 = -10
 """With nothing finite to compare, an overflow at 2^-10 would take gradients above 6.7e7: nothing finite does that."""
 
@@ -46,23 +49,45 @@ def born_here(analysis: Analysis) -> np.ndarray:
 def too_large(analysis: Analysis, born: np.ndarray) -> np.ndarray:
     """Whether a non-finite sample that was born here is one by its size, shape [R].
 
-    It is if its largest finite value, or those it was computed from, come near the limit.
+    It is if its largest finite value comes near the limit, or if those it was computed from would take it there: by the
+    factor between the two at clean steps, where there are any.
     """
-    samples, tensors = analysis.samples, analysis.tensors
+    samples = analysis.samples
     large = np.zeros(len(samples), dtype=bool)
-    near = np.flatnonzero(np.isin(samples.step, samples.step[born]))
-    row_at = {(int(samples.tensor[row]), int(samples.step[row])): row for row in near}
+    gains: dict[int, float] = {}
     for row in np.flatnonzero(born):
-        reach = [_log2(samples.amax[row]) + SLACK_LOG2]
-        for parent in tensors[samples.tensor[row]].parents or (None,):
-            source = row_at.get((parent, int(samples.step[row]))) if parent is not None else None
-            if source is None or not tensors[samples.tensor[source]].parents:
-                reach.append(analysis.scale_log2[row] + AMPLIFICATION_LOG2)  # the loss, where the scale comes in
-            if source is not None:
-                summed = _log2(samples.numel[source] / max(samples.numel[row], 1))
-                reach.append(_log2(samples.amax[source]) + max(summed, 0.0) + AMPLIFICATION_LOG2)
-        large[row] = max(reach) >= LIMIT_LOG2
+        t = int(samples.tensor[row])
+        if t not in gains:
+            gains[t] = _usual_gain_log2(analysis, t)
+        source = _sources_log2(analysis, int(row))
+        if np.isfinite(gains[t]):
+            reach = source + gains[t] + SLACK_LOG2
+        else:
+            num_sources = max((math.prod(analysis.tensors[p].shape) for p in analysis.tensors[t].parents), default=1)
+            summed = _log2(num_sources / max(samples.numel[row], 1))
+            reach = source + AMPLIFICATION_LOG2 + max(summed, 0.0)
+        large[row] = max(reach, _log2(samples.amax[row]) + SLACK_LOG2) >= LIMIT_LOG2
     return large
+
+
+def _sources_log2(analysis: Analysis, row: int) -> float:
+    """log2 of the largest value that a sample was computed from: the scale itself next to the loss."""
+    samples, found = analysis.samples, [-math.inf]
+    parents = analysis.tensors[samples.tensor[row]].parents
+    for parent in parents:
+        rows = analysis.rows_of(parent, applied_only=False)
+        rows = rows[samples.step[rows] == samples.step[row]]
+        found += [_log2(value) for value in samples.amax[rows]]
+    if not parents or not any(analysis.tensors[p].parents for p in parents if p < len(analysis.tensors)):
+        found.append(float(analysis.scale_log2[row]))
+    return max(found)
+
+
+def _usual_gain_log2(analysis: Analysis, tensor: int) -> float:
+    """By how many binades a gradient exceeds what it is computed from, at most, at clean steps; -inf without any."""
+    rows = analysis.rows_of(tensor)
+    gains = [_log2(analysis.samples.amax[row]) - _sources_log2(analysis, int(row)) for row in rows[-MAX_COMPARED:]]
+    return max((gain for gain in gains if math.isfinite(gain)), default=-math.inf)
 
 
 def _log2(value: float) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradaudit.analysis.checks.base import percent
 from gradaudit.analysis.context import TARGET_DB, Analysis
 from gradaudit.analysis.history import ScalerSettings
 from gradaudit.analysis.overflows import LIMIT_LOG2
@@ -77,8 +78,8 @@ def _choose(analysis: Analysis, found_windows: Windows) -> tuple[TorchPolicy, li
     interval = max(MIN_INTERVAL, min(wanted, len(analysis.steps) // RUN_SHARE))
     aim = "short enough to grow within a run of this length" if interval < wanted else "one in a thousand is aimed at"
     reasons.append(
-        f"growth_interval {interval}: in the long run {0.693 / interval:.2%} to {1 / (interval + 1):.2%} of the steps "
-        f"are skipped; {aim}."
+        f"growth_interval {interval:,}: in the long run {percent(0.693 / interval)} to {percent(1 / (interval + 1))} "
+        f"of the steps are skipped; {aim}."
     )
     return TorchPolicy(init_scale=2.0 ** max(min(level, 127), -100), growth_interval=interval), reasons
 

@@ -77,9 +77,10 @@ class Auditor:
         self._recorder = recorder
 
     @guarded
-    def introduce(self, model: torch.nn.Module, optimizer: Any, scaler: Any) -> None:
+    def introduce(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any) -> None:
         """Note a model, an optimizer and a scaler before their first use. Sync: none."""
-        self.names.add_root(model)
+        if model is not None:
+            self.names.add_root(model)
         if scaler is not None:
             self._registry.scaler(scaler)
         if optimizer is not None:

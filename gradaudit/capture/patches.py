@@ -138,6 +138,7 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
         return call
 
     def scale(original: Any, self: Any, outputs: Any) -> Any:
+        auditor.introduce(None, None, self)  # before the first scale() makes a fresh scaler look used
         scaled = original(self, outputs)
         auditor.on_scale(self, outputs, scaled)
         return scaled

@@ -280,8 +280,8 @@ def test_a_gradient_near_the_limit_that_grows_is_worth_knowing(audited: Audited)
     assert_healthy(report)
     assert informing(report) == {"gradient-headroom-low"}
     numbers = evidence(the(report, "gradient-headroom-low"))
-    assert 0 < numbers["headroom_log2"] <= 2
-    assert 1 < numbers["growth_log2"] < 5
+    assert 0 < numbers["headroom"] <= 2
+    assert 1 < numbers["growth"] < 5
 
 
 def grows_out_of_a_narrow_window(path: Path) -> AuditReport:

@@ -48,6 +48,11 @@ def power(scale: float) -> str:
     return f"{scale:.6g}"
 
 
+def percent(share: float) -> str:
+    """A share with three significant digits: 29.2 %."""
+    return f"{100 * share:.3g} %"
+
+
 def place_of(info: TensorInfo) -> Place:
     """A tensor as a place: parameter, module or operation."""
     if info.kind == "param_grad" or info.fqn.rpartition(".")[2] in ("weight", "bias"):

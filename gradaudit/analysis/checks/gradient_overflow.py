@@ -131,8 +131,8 @@ def headroom(facts: Facts) -> Outcome:
             where=(place_of(info),),
             steps=(int(samples.step.min()), int(samples.step.max())),
             evidence=(
-                Evidence("headroom_log2", round(headroom, 2), "binades", float(HEADROOM_LOG2)),
-                Evidence("growth_log2", round(rise, 2), "binades over the run", RISE_LOG2),
+                Evidence("headroom", round(headroom, 2), "binades", float(HEADROOM_LOG2)),
+                Evidence("growth", round(rise, 2), "binades over the run", RISE_LOG2),
             ),
             remedy=(
                 "A dynamic scale follows; a fixed one needs lowering. If it keeps growing, clip after "

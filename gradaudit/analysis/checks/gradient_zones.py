@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, place_of, power
+from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, percent, place_of, power
 from gradaudit.analysis.checks.gradient_overflow import headroom, overflow
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import QUANTILE, TARGET_DB, Analysis
@@ -162,14 +162,14 @@ def _window_empty(facts: Facts) -> Outcome:
             summary=(
                 f"{low.described} needs at least 2^{window.low_log2}, {high.described} overflows above "
                 f"2^{window.high_log2}: {window.low_log2 - window.high_log2} binades are missing, in "
-                f"{facts.windows.empty_share:.0%} of the sampled steps."
+                f"{percent(facts.windows.empty_share)} of the sampled steps."
             ),
             scale_can_fix="no",
             where=(place_of(low), place_of(high)),
             steps=(int(steps.min()), int(steps.max())),
             evidence=(
-                Evidence("window_low_log2", window.low_log2, "exponent of 2"),
-                Evidence("window_high_log2", window.high_log2, "exponent of 2"),
+                Evidence("window_low_log2", window.low_log2),
+                Evidence("window_high_log2", window.high_log2),
                 Evidence("empty_frac", facts.windows.empty_share, "of sampled steps", EMPTY_SHARE),
             ),
             remedy=(

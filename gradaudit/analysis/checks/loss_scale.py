@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, place_of, power
+from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, percent, place_of, power
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import TARGET_DB
 from gradaudit.analysis.history import ScaleHistory
@@ -56,7 +56,7 @@ def _runaway(facts: Facts) -> Outcome:
             summary=(
                 f"The scale reached {power(float(history.scale[-1]))} after {growths} growths while every "
                 "parameter gradient "
-                f"was exactly zero in {silent:.0%} of the later updates: nothing is left that could overflow."
+                f"was exactly zero in {percent(silent)} of the later updates: nothing is left that could overflow."
             ),
             scale_can_fix="partly",
             where=(),
@@ -99,7 +99,7 @@ def _never_grew(facts: Facts) -> Outcome:
             confidence="high" if len(history) > interval // 10 else "medium",
             title="The run is too short for the scale to grow, and it needs to",
             summary=(
-                f"The scale stayed at {power(last)} for {clean} clean updates; growing takes {interval}. "
+                f"The scale stayed at {power(last)} for {clean} clean updates; growing takes {interval:,}. "
                 f"{lowest.described} needs at least 2^{low}."
             ),
             scale_can_fix="yes",

@@ -11,7 +11,7 @@ import math
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Facts, power
+from gradaudit.analysis.checks.base import Facts, percent, power
 from gradaudit.analysis.history import ScaleHistory
 from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.report import Confidence, Evidence, Finding, Place
@@ -248,9 +248,9 @@ def _thrashing(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | N
         confidence="high" if len(late) > 2 * allowed else "medium",
         title="Steps are skipped far more often than the scaler's interval implies",
         summary=(
-            f"{len(late)} of {num_updates} updates after the start overflowed ({rate:.2%}) in {len(episodes)} separate "
-            f"bursts; growth_interval {history.settings.growth_interval} implies at most "
-            f"{history.settings.highest_skip_rate():.2%}."
+            f"{len(late)} of {num_updates} updates after the start overflowed ({percent(rate)}) in {len(episodes)} "
+            f"separate bursts; growth_interval {history.settings.growth_interval:,} implies at most "
+            f"{percent(history.settings.highest_skip_rate())}."
         ),
         scale_can_fix="yes",
         where=(Place("step", str(history.step[late[0]])),),
@@ -280,7 +280,7 @@ def _hunting(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | Non
         confidence="high",
         title="Normal: the scaler probes for a larger scale now and then",
         summary=(
-            f"{len(late)} overflows, {rate:.2%} of the updates after the start, each after the scale had grown, "
+            f"{len(late)} overflows, {percent(rate)} of the updates after the start, each after the scale had grown, "
             "and back to "
             f"about {power(float(np.median(after)))}. That is how dynamic scaling finds its ceiling."
         ),
