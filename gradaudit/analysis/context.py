@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.history import ScaleHistory, scale_histories, scale_log2_of
-from gradaudit.analysis.noise import Noise, addend_margin_db, own_noise, total_noise
+from gradaudit.analysis.noise import Noise, addend_margin_db, own_noise, rounds_in_fp16, total_noise
 from gradaudit.analysis.zones import zone_counts
 from gradaudit.formats import FP16_DTYPES
 from gradaudit.store.reader import Run, Samples, Steps, TensorInfo, only
@@ -133,7 +133,7 @@ def analyse(run: Run) -> Analysis:
     here = np.zeros(1)
     own = own_noise(samples, tensors, here)
     total = total_noise(samples, tensors, own)
-    rounds = np.array([t.dtype in FP16_DTYPES and not t.exact for t in tensors], dtype=bool)
+    rounds = rounds_in_fp16(tensors)
     touched = _touched(tensors)
     margin_db = addend_margin_db(samples, tensors)
     own_db = np.where(rounds[samples.tensor], own.sqnr_db()[:, 0] + margin_db, np.nan)

@@ -44,6 +44,12 @@ MANTISSA_MEAN = 1.5
 """Stands for all values of a binade."""
 
 
+PEAK_RATIO = 4
+"""A smooth distribution has at most twice as many values in its top binade as in the one below."""
+
+PEAK_STEPS = 4
+"""Values that differ by a few percent round alike while they are no more than four steps of the format."""
+
 MAX_AVERAGING = 0.1
 """Summing over a batch is credited with at most 10 dB: beyond that, errors of similar values agree too much. Chosen on
 an MLP, a transformer and a convnet, where it centres the prediction for weight gradients."""
@@ -66,9 +72,40 @@ class Noise:
             return np.asarray(-10 * np.log10(self.ratio))
 
 
-def energy(counts: np.ndarray) -> np.ndarray:
+def energy(samples: Samples) -> np.ndarray:
     """Sum of squares of each histogram, shape [R], in units of the recorded values."""
-    return np.asarray(counts @ (MANTISSA_MEAN * np.exp2(EXPONENTS.astype(np.float64))) ** 2)
+    value_E = MANTISSA_MEAN * np.exp2(EXPONENTS.astype(np.float64))
+    total_R = np.asarray(samples.counts @ value_E**2)
+    rows, bins, peak = _peaks(samples)
+    total_R[rows] += peak * (samples.amax[rows] ** 2 - value_E[bins] ** 2)
+    return total_R
+
+
+def _peaks(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Histograms whose largest values share one magnitude, `amax`: their top bin stands apart from the one below.
+
+    So it is with the gradient of logits, where the right class of every sample has nearly the same.
+
+    Returns:
+        Rows, top bins, and how many values are in them.
+    """
+    rows = np.flatnonzero(samples.counts.any(axis=1))
+    top = samples.counts.shape[1] - 1 - (samples.counts[rows, ::-1] > 0).argmax(axis=1)
+    in_top = samples.counts[rows, top]
+    below = np.where(top > 0, samples.counts[rows, top - 1], 0)
+    # the end bin holds larger values too
+    apart = (in_top >= PEAK_RATIO * np.maximum(below, 1)) & (top < samples.counts.shape[1] - 1)
+    return rows[apart], top[apart], in_top[apart]
+
+
+def rounds_in_fp16(tensors: Sequence[TensorInfo]) -> np.ndarray:
+    """Whether values are rounded to FP16 in making each tensor, shape [T].
+
+    Not where the operation hands on what it received; but where that was wider it is cast on the way.
+    """
+    half = [t.dtype in FP16_DTYPES for t in tensors]
+    copied = [t.exact and all(half[p] for p in t.parents if p < len(tensors)) for t in tensors]
+    return np.array(half, dtype=bool) & ~np.array(copied, dtype=bool)
 
 
 def own_noise(
@@ -98,20 +135,37 @@ def own_noise(
         flushed_EK, value_EK**2, np.where(exponent_EK == fmt.flush_log2, (value_EK - smallest) * value_EK, 0.0)
     )
 
-    signal_R = energy(samples.counts)
+    noise_RK, missing_RK = samples.counts @ noise_EK, samples.counts @ missing_EK
+    rows, bins, peak = _peaks(samples)
+    peak_noise, peak_missing = _of_one_magnitude(samples.amax[rows, None] * np.exp2(shift_K), noise_EK[bins], fmt)
+    noise_RK[rows] += peak[:, None] * (peak_noise - noise_EK[bins])
+    missing_RK[rows] += peak[:, None] * (peak_missing - missing_EK[bins])
+
+    signal_R = energy(samples)
     has_signal = signal_R > 0
     ratio_RK = np.full((len(samples), len(shift_K)), np.nan)
     shrinkage_RK = ratio_RK.copy()
     unit_K = np.exp2(2 * shift_K)
-    np.divide(samples.counts @ noise_EK / unit_K, signal_R[:, None], out=ratio_RK, where=has_signal[:, None])
-    np.divide(samples.counts @ missing_EK / unit_K, signal_R[:, None], out=shrinkage_RK, where=has_signal[:, None])
+    np.divide(noise_RK / unit_K, signal_R[:, None], out=ratio_RK, where=has_signal[:, None])
+    np.divide(missing_RK / unit_K, signal_R[:, None], out=shrinkage_RK, where=has_signal[:, None])
     shrinkage_RK = np.clip(shrinkage_RK, 0.0, 1.0)
 
-    rounds = np.array([t.dtype in FP16_DTYPES and not t.exact for t in tensors], dtype=bool)
+    rounds = rounds_in_fp16(tensors)
     untouched_R = has_signal & ~rounds[samples.tensor] if len(samples) else np.zeros(0, dtype=bool)
     ratio_RK[untouched_R] = 0.0
     shrinkage_RK[untouched_R] = 0.0
     return Noise(ratio_RK, shrinkage_RK)
+
+
+def _of_one_magnitude(value: np.ndarray, usual_noise: np.ndarray, fmt: NumberFormat) -> tuple[np.ndarray, np.ndarray]:
+    """Noise and missing energy of values that all have this magnitude, while the steps are so coarse that it matters."""
+    smallest = 2.0**fmt.min_subnormal_log2
+    with np.errstate(over="ignore", invalid="ignore"):
+        rounded = np.round(value / smallest) * smallest
+        known = value < PEAK_STEPS * smallest
+        noise = np.where(known, (value - rounded) ** 2, usual_noise)
+        missing = np.where(known, np.abs(value - rounded) * value, 0.0)
+    return noise, missing
 
 
 def total_noise(samples: Samples, tensors: Sequence[TensorInfo], own: Noise) -> Noise:
@@ -126,7 +180,7 @@ def total_noise(samples: Samples, tensors: Sequence[TensorInfo], own: Noise) -> 
         Shapes [R, K]; NaN where `own` is.
     """
     ratio_RK, shrinkage_RK = own.ratio.copy(), own.shrinkage.copy()
-    signal_R = energy(samples.counts)
+    signal_R = energy(samples)
     bounds = np.searchsorted(samples.tensor, np.arange(len(tensors) + 1))
     row_of = [dict(zip(samples.step[a:b].tolist(), range(a, b), strict=True)) for a, b in itertools.pairwise(bounds)]
     gain_of = {
@@ -174,7 +228,7 @@ def addend_margin_db(samples: Samples, tensors: Sequence[TensorInfo]) -> np.ndar
     addends = np.flatnonzero(np.isin(samples.tensor, list(sum_of)))
     if not len(addends):
         return margin
-    signal_R = energy(samples.counts)
+    signal_R = energy(samples)
     row_at = {(int(t), int(s)): row for row, (t, s) in enumerate(zip(samples.tensor, samples.step, strict=True))}
     for row in addends:
         total = row_at.get((sum_of[int(samples.tensor[row])], int(samples.step[row])))

@@ -123,6 +123,7 @@ def _hook_optimizers(auditor: Auditor, undos: list[Undo]) -> None:
 
 def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
     base: Any = torch.amp.grad_scaler.GradScaler
+    observers = _scaler_observers(auditor)
     depth = {"now": 0}  # an overriding method calls the one it overrides: only the outer call counts
 
     def outermost(original: Any, observe: Callable[..., Any]) -> Any:
@@ -136,6 +137,25 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
                 depth["now"] -= 1
 
         return call
+
+    def wrap(cls: type) -> None:
+        for name, observe in observers.items():
+            if name in vars(cls):
+                _replace(cls, name, functools.partial(outermost, observe=observe), undos)
+
+    def wrap_subclass(cls: Any, /, **kwargs: Any) -> None:
+        super(base, cls).__init_subclass__(**kwargs)
+        wrap(cls)
+
+    for cls in (base, *_subclasses(base)):
+        wrap(cls)
+    # FSDP's scaler is imported when it is first needed
+    base.__init_subclass__ = classmethod(wrap_subclass)
+    undos.append(lambda: delattr(base, "__init_subclass__"))
+
+
+def _scaler_observers(auditor: Auditor) -> dict[str, Callable[..., Any]]:
+    """By GradScaler method, what to do around it."""
 
     def scale(original: Any, self: Any, outputs: Any) -> Any:
         auditor.introduce(None, None, self)  # before the first scale() makes a fresh scaler look used
@@ -166,22 +186,7 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
         auditor.on_load_state(self)
         return result
 
-    observers = {f.__name__: f for f in (scale, unscale_, step, update, load_state_dict)}
-
-    def wrap(cls: type) -> None:
-        for name, observe in observers.items():
-            if name in vars(cls):
-                _replace(cls, name, functools.partial(outermost, observe=observe), undos)
-
-    def wrap_subclass(cls: Any, /, **kwargs: Any) -> None:
-        super(base, cls).__init_subclass__(**kwargs)
-        wrap(cls)
-
-    for cls in (base, *_subclasses(base)):
-        wrap(cls)
-    # FSDP's scaler is imported when it is first needed
-    base.__init_subclass__ = classmethod(wrap_subclass)
-    undos.append(lambda: delattr(base, "__init_subclass__"))
+    return {observe.__name__: observe for observe in (scale, unscale_, step, update, load_state_dict)}
 
 
 def _subclasses(cls: Any) -> list[type]:

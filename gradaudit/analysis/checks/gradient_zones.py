@@ -139,7 +139,7 @@ def _zeros_were_flushed(analysis: Analysis, tensor: int, before: int | None) -> 
     zero_frac = samples.num_zero[rows] / np.maximum(samples.numel[rows], 1)
     beyond = zero_frac - float(np.median(zero_frac[scale == scale.max()]))
     hidden = samples.num_zero[rows] * 2.0 ** (2 * FP16.flush_log2)
-    matters = hidden > energy(samples.counts[rows]) * 10 ** (-TARGET_DB / 10)
+    matters = hidden > energy(samples.select(rows)) * 10 ** (-TARGET_DB / 10)
     return bool((matters & (beyond >= FLUSHED_ZERO_SHARE)).mean() > QUANTILE)
 
 
