@@ -226,10 +226,12 @@ def _at_all_scales(
 
 
 def _cancels(levels: AtAllScales, samples: Samples, num_tensors: int) -> np.ndarray:
-    best_T = np.full(num_tensors, np.inf)
+    cancels = np.zeros(num_tensors, dtype=bool)
     tensor_R = samples.tensor[levels.rows]
     for t in np.unique(tensor_R):
-        best = levels.total_db[tensor_R == t].max(axis=1)
-        if not np.isnan(best).all():
-            best_T[t] = np.nanmedian(best)
-    return np.asarray(best_T < CANCELS_DB)
+        own, total = (db[tensor_R == t].max(axis=1) for db in (levels.own_db, levels.total_db))
+        known = ~np.isnan(own)
+        # its own rounding would not be in the way: it is what it inherits
+        if known.any():
+            cancels[t] = np.median(total[known]) < CANCELS_DB and np.median(own[known]) >= TARGET_DB
+    return cancels

@@ -75,7 +75,7 @@ class Noise:
 def energy(samples: Samples) -> np.ndarray:
     """Sum of squares of each histogram, shape [R], in units of the recorded values."""
     value_E = MANTISSA_MEAN * np.exp2(EXPONENTS.astype(np.float64))
-    total_R = np.asarray(samples.counts @ value_E**2)
+    total_R: np.ndarray = samples.counts @ value_E**2
     rows, bins, peak = _peaks(samples)
     total_R[rows] += peak * (samples.amax[rows] ** 2 - value_E[bins] ** 2)
     return total_R
@@ -105,7 +105,7 @@ def rounds_in_fp16(tensors: Sequence[TensorInfo]) -> np.ndarray:
     """
     half = [t.dtype in FP16_DTYPES for t in tensors]
     copied = [t.exact and all(half[p] for p in t.parents if p < len(tensors)) for t in tensors]
-    return np.array(half, dtype=bool) & ~np.array(copied, dtype=bool)
+    return np.asarray(np.array(half, dtype=bool) & ~np.array(copied, dtype=bool))
 
 
 def own_noise(
@@ -158,7 +158,7 @@ def own_noise(
 
 
 def _of_one_magnitude(value: np.ndarray, usual_noise: np.ndarray, fmt: NumberFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Noise and missing energy of values that all have this magnitude, while the steps are so coarse that it matters."""
+    """Noise and missing energy of values that all have this magnitude, as long as steps are coarse enough to matter."""
     smallest = 2.0**fmt.min_subnormal_log2
     with np.errstate(over="ignore", invalid="ignore"):
         rounded = np.round(value / smallest) * smallest

@@ -19,7 +19,6 @@ OVERFLOW_SHARE = 0.005
 EMPTY_SHARE = 0.5
 """No scale fits if none does in at least half of the sampled steps; less often, a dynamic scale can follow."""
 
-
 LOST_SHARE = 0.9
 """A gradient is lost if it is all zero in nine of ten sampled steps."""
 
@@ -76,7 +75,7 @@ def low_edges(analysis: Analysis) -> np.ndarray:
     short_RK = ~enough_RK
     last_short_R = np.where(short_RK.any(axis=1), len(SCALES_LOG2) - 1 - short_RK[:, ::-1].argmax(axis=1), -1)
     first_R = last_short_R + 1
-    edge_R = np.where(first_R < len(SCALES_LOG2), SCALES_LOG2[np.minimum(first_R, len(SCALES_LOG2) - 1)], np.nan)
+    edge_R = SCALES_LOG2[0] + first_R  # one beyond the last scale if even that is too small
     bounds = analysis.rounds[tensor_R] & ~analysis.cancels[tensor_R] & ~np.isnan(levels.own_db[:, 0])
     return np.where(bounds & (first_R > 0), edge_R, np.nan)
 

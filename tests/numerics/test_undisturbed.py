@@ -21,7 +21,7 @@ from tests.numerics.zoo_models import MODELS
 
 RECIPES = MODELS | LOOPS | CORNERS
 
-NUM_STEPS = 40
+NUM_STEPS = 50
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
