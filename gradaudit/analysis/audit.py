@@ -10,6 +10,7 @@ import numpy as np
 from gradaudit.analysis.checks import CHECKS, Check, Facts, Skipped
 from gradaudit.analysis.context import Analysis, analyse, fp16_gradients, listed_tensors
 from gradaudit.analysis.history import drawable
+from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.recommend import recommend
 from gradaudit.analysis.report import (
     AuditReport,
@@ -47,7 +48,7 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
     """
     analysis = analyse(run) if analysis is None else analysis
     found_windows = windows(analysis)
-    facts = Facts(analysis, found_windows)
+    facts = Facts(analysis, found_windows, tuple(unexplained(analysis, history) for history in analysis.histories))
     findings: list[Finding] = []
     results = []
     for check in CHECKS:

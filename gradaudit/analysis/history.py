@@ -17,6 +17,9 @@ from gradaudit.store.reader import NO_GRADIENT, Steps
 CALIBRATION_GAP = 3
 """Clean steps allowed between two overflows of the start: near the limit some batches still fit."""
 
+CALIBRATION_CLEAN = 6
+"""Clean steps allowed in all before the start is over: a scale that goes on falling now and then drifts."""
+
 SMALLEST_SCALE = 2.0**-149
 
 MAX_DRAWN = 600
@@ -159,10 +162,11 @@ def _history(entry: dict[str, Any], mine: np.ndarray, steps: Steps) -> ScaleHist
 
 def _calibration_end(found: np.ndarray, scale: np.ndarray) -> int:
     last = -1
-    for index in np.flatnonzero(found):
+    for num_before, index in enumerate(np.flatnonzero(found)):
         grew = bool((np.diff(scale[: index + 1]) > 0).any())
         held = index + 1 < len(scale) and scale[index + 1] >= scale[index]
-        if index - last > CALIBRATION_GAP + 1 or grew or held:
+        num_clean = index - num_before
+        if index - last > CALIBRATION_GAP + 1 or num_clean > CALIBRATION_CLEAN or grew or held:
             break
         last = int(index)
     return last + 1

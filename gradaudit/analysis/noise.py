@@ -203,7 +203,7 @@ def total_noise(samples: Samples, tensors: Sequence[TensorInfo], own: Noise) -> 
             amplification = 1.0
             if gain is not None:
                 amplification = gain * signal_R[rows].sum() / signal_R[row]
-                repeats = max(repeats_of[p] for p in info.parents)
+                repeats = max(repeats_of[p] for p in info.parents if p < len(tensors))
                 amplification = max(amplification, MAX_AVERAGING, min(1.0, amplification * repeats))
             inherited_K, missing_K = weight @ ratio_RK[rows], weight @ shrinkage_RK[rows]
             if amplification > 1.0:  # the signal cancels in the sum; errors do not
@@ -244,7 +244,7 @@ def _repeats(tensors: Sequence[TensorInfo], order: Sequence[int]) -> list[float]
     """
     repeats = [1.0] * len(tensors)
     for t in order:
-        for p in tensors[t].parents:
+        for p in (p for p in tensors[t].parents if p < len(tensors)):
             if tensors[p].op in REPEATING_OPS and math.prod(tensors[p].shape) > 0:
                 widened = math.prod(tensors[t].shape) / math.prod(tensors[p].shape)
                 repeats[t] = max(repeats[t], repeats[p] * max(widened, 1.0))

@@ -63,7 +63,8 @@ def too_large(analysis: Analysis, born: np.ndarray) -> np.ndarray:
         if np.isfinite(gains[t]):
             reach = source + gains[t] + SLACK_LOG2
         else:
-            num_sources = max((math.prod(analysis.tensors[p].shape) for p in analysis.tensors[t].parents), default=1)
+            parents = [analysis.tensors[p] for p in analysis.tensors[t].parents if p < len(analysis.tensors)]
+            num_sources = max((math.prod(parent.shape) for parent in parents), default=1)
             summed = _log2(num_sources / max(samples.numel[row], 1))
             reach = source + AMPLIFICATION_LOG2 + max(summed, 0.0)
         large[row] = max(reach, _log2(samples.amax[row]) + SLACK_LOG2) >= LIMIT_LOG2
@@ -102,6 +103,8 @@ def unexplained(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
     parameters that stayed finite exceed theirs, has to come near the limit at the scale in force. Failing that, the
     nearest sampled overflow stands for it.
     """
+    if not history.found.any():
+        return history.found.copy()
     judged = _judged_by_samples(analysis, history)
     usual = _usual_log2(analysis, history)
     enlarged = _enlarged_log2(analysis.steps, history)

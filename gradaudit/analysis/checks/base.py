@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.report import Finding, Place
 from gradaudit.analysis.windows import Windows
@@ -17,10 +19,14 @@ NUM_NAMED = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Everything known of a run: its analysis and safe windows."""
+    """Everything known of a run: its analysis and safe windows.
+
+    `unexplained` are, per history, the updates whose overflow no finite gradient explains (see overflows).
+    """
 
     analysis: Analysis
     windows: Windows
+    unexplained: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import numpy as np
 from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, place_of, power
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.history import ScaleHistory
-from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
+from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large
 from gradaudit.analysis.report import Evidence, Finding
 
 HEADROOM_LOG2 = 2
@@ -30,9 +30,9 @@ def overflow(facts: Facts) -> Outcome:
     steps = analysis.steps
     nonfinite = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool) | (steps.found_inf == 1)
     backward = nonfinite & (steps.loss_finite != 0) & (steps.input_finite != 0)
-    for history in analysis.histories:
+    for history, unexplained in zip(analysis.histories, facts.unexplained, strict=True):
         # what was non-finite for another reason than its size, and the start
-        not_meant = unexplained(analysis, history)
+        not_meant = unexplained.copy()
         not_meant[: history.calibration_end] = True
         mine = history.update_of >= 0
         backward[mine] &= ~not_meant[history.update_of[mine]]

@@ -14,7 +14,6 @@ from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, perce
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import TARGET_DB
 from gradaudit.analysis.history import ScaleHistory
-from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.analysis.windows import needed_since
 
@@ -120,7 +119,7 @@ def _static_unsafe(facts: Facts) -> Outcome:
         return Skipped("no enabled GradScaler was used")
     if len(history) < MIN_STATIC_UPDATES or not _is_held(history):
         return []
-    overflows = history.found & ~unexplained(facts.analysis, history)
+    overflows = history.found & ~facts.unexplained[0]
     overflows[: history.calibration_end] = False
     low = facts.windows.run.low_log2
     scale = float(history.scale[-1])

@@ -13,7 +13,6 @@ import numpy as np
 
 from gradaudit.analysis.checks.base import Facts, percent, power
 from gradaudit.analysis.history import ScaleHistory
-from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.report import Confidence, Evidence, Finding, Place
 
 RECIPROCAL_OVERFLOWS = 2.0**-128
@@ -44,9 +43,8 @@ FELL = ("scale-zero", "scale-at-floor", "scale-collapse")
 
 def scale_course(facts: Facts) -> Finding | None:
     """The one verdict on the scale's course; the strongest of all scalers' where there are several."""
-    courses = [(history, unexplained(facts.analysis, history)) for history in facts.analysis.histories]
     for judge in (_zero, _at_floor, _collapse, _decay, _thrashing, _hunting, _calibration):
-        for history, mask in courses:
+        for history, mask in zip(facts.analysis.histories, facts.unexplained, strict=True):
             finding = judge(history, mask)
             if finding is not None:
                 return finding
