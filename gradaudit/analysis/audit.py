@@ -59,7 +59,7 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
     kept.sort(key=lambda f: (_RANK[f.severity], _CONFIDENCE[f.confidence], f.id in _EXPLANATIONS, f.steps[0]))
     return AuditReport(
         run=summarise(analysis),
-        verdict=_verdict(analysis, kept),
+        verdict=_verdict(facts, kept),
         findings=tuple(kept),
         checks=tuple(results),
         recommendation=recommend(analysis, found_windows, kept),
@@ -86,7 +86,8 @@ def _is_ignored(finding: Finding, ignore: Sequence[str]) -> bool:
     return False
 
 
-def _verdict(analysis: Analysis, findings: Sequence[Finding]) -> Verdict:
+def _verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
+    analysis = facts.analysis
     alarming = [finding for finding in findings if finding.severity != "info"]
     if alarming:
         num_more = len(alarming) - 1
@@ -101,11 +102,13 @@ def _verdict(analysis: Analysis, findings: Sequence[Finding]) -> Verdict:
         return Verdict("healthy", f"Nothing to judge yet: all {num_steps} steps were skipped, as a start may.")
     if not analysis.ran_fp16:
         return Verdict("healthy", f"No FP16 gradient in {num_steps} steps, so nothing of FP16 to go wrong.")
-    skips = (
-        f"{num_skipped} of {num_steps} steps were skipped, as the scaler's rule implies"
-        if num_skipped
-        else "no step was skipped"
-    )
+    num_unexplained = sum(int(updates.sum()) for updates in facts.unexplained)
+    skips = f"{num_skipped} of {num_steps} steps were skipped, as the scaler's rule implies"
+    if num_unexplained:
+        why = "because the loss or a gradient was not finite at any scale"
+        skips = f"{num_skipped} of {num_steps} steps were skipped, {num_unexplained} of them {why}"
+    elif not num_skipped:
+        skips = "no step was skipped"
     return Verdict("healthy", f"Healthy: {num_steps} steps, {skips}; every FP16 gradient keeps its precision.")
 
 

@@ -183,6 +183,39 @@ def fit(
     return audit.report()
 
 
+def times(loss: Loss, factor: float) -> Loss:
+    """The same loss, larger or smaller."""
+    return lambda model, step: loss(model, step) * factor
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Linear(WIDTH, WIDTH)
+        self.large = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, NUM_CLASSES))
+        self.small = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, NUM_CLASSES))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu(self.trunk(x))
+        return self.large(hidden), self.small(hidden)
+
+
+def frozen_layers(path: Path) -> AuditReport:
+    model = mlp(3)
+    for layer in list(model)[:3]:
+        layer.requires_grad_(False)
+    return fit(path, model, scaler=dynamic())
+
+
+def bias_before_a_norm(path: Path) -> AuditReport:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH),
+        nn.ReLU(), nn.Linear(WIDTH, NUM_CLASSES),
+    )  # fmt: skip
+    return fit(path, model, scaler=dynamic())
+
+
 def alarming(report: AuditReport) -> dict[str, str]:
     """Ids of errors and warnings with their severity."""
     found = [(finding.id, finding.severity) for finding in report.findings if finding.severity != "info"]

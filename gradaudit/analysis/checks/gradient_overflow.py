@@ -8,6 +8,7 @@ import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, place_of, power
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
+from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.history import ScaleHistory
 from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large
 from gradaudit.analysis.report import Evidence, Finding
@@ -36,6 +37,8 @@ def overflow(facts: Facts) -> Outcome:
         not_meant[: history.calibration_end] = True
         mine = history.update_of >= 0
         backward[mine] &= ~not_meant[history.update_of[mine]]
+    if not analysis.histories:
+        backward &= ~_unexplained_without_scaler(analysis)
     if not backward.any():
         return []
     course = scale_course(facts)
@@ -44,6 +47,14 @@ def overflow(facts: Facts) -> Outcome:
     if course is None and analysis.histories and all(_gave_way(history) for history in analysis.histories):
         return []  # a drop or two that the scaler dealt with
     return [_overflow_finding(facts, steps.step[backward], steps.scale[backward])]
+
+
+def _unexplained_without_scaler(analysis: Analysis) -> np.ndarray:
+    """Steps that were sampled and whose first non-finite gradient was not one by its size, as a mask."""
+    born = born_here(analysis)
+    large = too_large(analysis, born)
+    steps, samples = analysis.steps.step, analysis.samples.step
+    return np.isin(steps, samples[born]) & ~np.isin(steps, samples[large])
 
 
 def _gave_way(history: ScaleHistory) -> bool:
@@ -103,11 +114,14 @@ def headroom(facts: Facts) -> Outcome:
         rows = rows[samples.amax[rows] > 0]
         if len(rows) < MIN_TREND_SAMPLES:
             continue
-        unscaled = np.log2(samples.amax[rows]) - analysis.scale_log2[rows]
+        scale = analysis.scale_log2[rows]
+        unscaled = np.log2(samples.amax[rows]) - scale
         quarter = len(rows) // 4
         rise = float(np.median(unscaled[-quarter:]) - np.median(unscaled[:quarter]))
         headroom = LIMIT_LOG2 - float(np.median(np.log2(samples.amax[rows[-quarter:]])))
-        if rise >= RISE_LOG2 and headroom <= HEADROOM_LOG2:
+        scale_grew = float(np.median(scale[-quarter:])) > float(np.median(scale[:quarter]))
+        # a scaler that probes for its ceiling ends near the limit whatever the gradients do
+        if rise >= RISE_LOG2 and headroom <= HEADROOM_LOG2 and not scale_grew:
             rising.append((headroom, rise, t))
     if not rising:
         return []

@@ -119,8 +119,7 @@ def _collapse(history: ScaleHistory, born_elsewhere: np.ndarray) -> Finding | No
     clean_before = np.flatnonzero(~history.found[: bad[0]])
     start = int(clean_before[-1]) + 1 if len(clean_before) else 0
     before, after = float(history.scale[start]), float(history.scale[-1])
-    num_backoffs = math.log(before / after) / -math.log(history.settings.backoff_factor) if after > 0 else math.inf
-    if num_backoffs < MIN_UNEXPLAINED - 1:
+    if _num_backoffs(history, before, after) < MIN_UNEXPLAINED - 1:
         return None
     forward = int((born_elsewhere & history.forward_bad).sum())
     cause = (
@@ -174,10 +173,16 @@ def _bursts(late: np.ndarray) -> list[np.ndarray]:
 
 def _net_drop(history: ScaleHistory, late: np.ndarray) -> float:
     """Backoffs that brought the scale to where it is now: not wasted, as those are that were undone."""
-    before, after = history.scale[late[0]], history.scale[-1]
-    if not before > after > 0:
+    return _num_backoffs(history, float(history.scale[late[0]]), float(history.scale[-1]))
+
+
+def _num_backoffs(history: ScaleHistory, before: float, after: float) -> float:
+    """How many backoffs in a row lead from one scale to another; 0 if it is not lower."""
+    if after >= before:
         return 0.0
-    return math.log(before / after) / -math.log(history.settings.backoff_factor)
+    factor = history.settings.backoff_factor
+    step = factor if 0 < factor < 1 else 0.5  # the setters of torch's scaler take anything
+    return math.log(before / after) / -math.log(step) if after > 0 else math.inf
 
 
 def _allowed(history: ScaleHistory) -> float:

@@ -112,12 +112,12 @@ def test_a_tensor_without_elements_is_no_trouble(tmp_path: Path) -> None:
 
 def test_names_in_any_script_come_through(tmp_path: Path) -> None:
     table = tensors()
-    table[HIDDEN]["fqn"] = "слой.层.\N{SNOWMAN}[0]"
+    table[HIDDEN]["fqn"] = "\u0441\u043b\u043e\u0439.\u5c42.\N{SNOWMAN}[0]"
     rows = [row for i in range(12) for row in samples(i, {-20: 50, -22: 50}, scale=1.0)]
     report = sound(audit(run_of(tmp_path, steps(12, scale=1.0, exponent=-20), rows, table=table)))
 
     (finding,) = [finding for finding in report.findings if finding.id == "gradient-underflow"]
-    assert finding.where[0].name == "слой.层.\N{SNOWMAN}[0]"
+    assert finding.where[0].name == "\u0441\u043b\u043e\u0439.\u5c42.\N{SNOWMAN}[0]"
     assert "\N{SNOWMAN}" in finding.summary
 
 

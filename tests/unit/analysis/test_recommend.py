@@ -64,7 +64,7 @@ def test_gradients_that_vanish_get_a_scale_in_the_window_one_binade_below_its_to
     assert found.predicted.min_sqnr_db > 40 > found.current.min_sqnr_db
 
 
-@pytest.mark.parametrize(("num_steps", "interval"), [(40, 200), (1200, 300), (100_000, 1000)])
+@pytest.mark.parametrize(("num_steps", "interval"), [(40, 200), (1200, 300), (5000, 1000)])
 def test_the_interval_fits_the_run_and_never_skips_more_than_half_a_percent(
     num_steps: int, interval: int, tmp_path: Path
 ) -> None:
