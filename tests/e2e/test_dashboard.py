@@ -260,8 +260,10 @@ def test_nothing_is_asked_of_the_server_once_a_run_ended(watch: Watch, url: str)
     watched = watch(url)
     page = watched.open("/r/healthy")
     drawn(page)
-    page.wait_for_timeout(2500)
-    asked = watched.num_updates
+    asked = -1
+    while watched.num_updates != asked:  # a slow machine may still be asking for its first pictures
+        asked = watched.num_updates
+        page.wait_for_timeout(2500)
 
     page.wait_for_timeout(4500)
 
@@ -304,14 +306,14 @@ def test_a_live_run_shows_new_steps_and_keeps_zoom_and_selection(watch: Watch, t
         trainer = threading.Thread(target=train)
         trainer.start()
         try:
-            expect(page.locator("#status .badge")).to_have_text(re.compile(r"live, step 2[1-9]"), timeout=8000)
-            expect(page.locator("#timeline-note")).to_contain_text(re.compile(r"2[1-9] sampled steps"), timeout=8000)
+            expect(page.locator("#status .badge")).to_have_text(re.compile(r"live, step 2[1-9]"), timeout=30_000)
+            expect(page.locator("#timeline-note")).to_contain_text(re.compile(r"2[1-9] sampled steps"), timeout=30_000)
         finally:
             stop.set()
             trainer.join()
         writer.meta["ended"] = "ok"
         writer.write_meta()
 
-        expect(page.locator("#status .badge")).to_have_text(re.compile(r"ended at step \d+"), timeout=8000)
+        expect(page.locator("#status .badge")).to_have_text(re.compile(r"ended at step \d+"), timeout=30_000)
         expect(page.locator("#layer-head")).to_contain_text("model.layers.0.mlp.fc1")
         assert step_range(page) == zoomed

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradaudit
 from gradaudit.analysis.report import AuditReport
 from tests.findings.conftest import Script
 from tests.findings.training import (
@@ -67,8 +68,6 @@ def interval_shortened_behind_the_scalers_back(path: Path) -> AuditReport:
 
 
 def new_scaler_every_epoch(path: Path) -> AuditReport:
-    import gradaudit
-
     model = mlp()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     with gradaudit.attach(model, optimizer, out=path, every=10) as audit:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import gradaudit
 from gradaudit.analysis.report import AuditReport
 from tests.findings.conftest import Script
 from tests.findings.training import (
@@ -29,6 +30,7 @@ from tests.findings.training import (
     places,
     recurrent,
     the,
+    times,
 )
 
 Audited = Callable[[Script], AuditReport]
@@ -94,13 +96,11 @@ def test_a_long_climb_with_live_gradients_is_healthy(script: Script, audited: Au
 # never grew
 
 
-def scaled_down(factor: float) -> Callable[[nn.Module, int], torch.Tensor]:
-    return lambda model, step: classification(model, step) * factor
-
-
 def starts_at_one_and_the_run_is_short(path: Path) -> AuditReport:
     optimizer = torch.optim.SGD((model := mlp(5)).parameters(), lr=100.0)
-    return fit(path, model, scaled_down(1 / 2000), scaler=dynamic(init_scale=1.0), optimizer=optimizer, steps=80)
+    return fit(
+        path, model, times(classification, 1 / 2000), scaler=dynamic(init_scale=1.0), optimizer=optimizer, steps=80
+    )
 
 
 def fell_in_a_burst_and_cannot_come_back(path: Path) -> AuditReport:
@@ -198,7 +198,7 @@ def test_a_held_scale_that_overflows_is_unsafe(script: Script, audited: Audited)
 def held_too_low_by_an_endless_interval(path: Path) -> AuditReport:
     optimizer = torch.optim.SGD((model := mlp(5)).parameters(), lr=100.0)
     scaler = dynamic(init_scale=4.0, growth_interval=2**31 - 1)
-    return fit(path, model, scaled_down(1 / 2000), scaler=scaler, optimizer=optimizer, steps=60)
+    return fit(path, model, times(classification, 1 / 2000), scaler=scaler, optimizer=optimizer, steps=60)
 
 
 def held_too_low_by_hand(path: Path) -> AuditReport:
@@ -275,8 +275,6 @@ def test_resuming_both_is_fine(init_scale: float, tmp_path: Path) -> None:
 
 
 def test_a_scaler_that_is_loaded_while_recording_is_fine(tmp_path: Path) -> None:
-    import gradaudit
-
     saved = checkpoint(dynamic(init_scale=2.0**20))
     model = mlp(seed=1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from gradaudit.analysis.checks import Check, Facts
 from gradaudit.analysis.checks.base import percent, power
 from gradaudit.analysis.context import MAX_STEPS
 from gradaudit.analysis.report import AuditReport, Finding
+from gradaudit.store.host import host_id
 from gradaudit.store.reader import Run
 from tests import factory
 from tests.unit.analysis.runs import HIDDEN, LOSS, WEIGHT, analysis_of, run_of, samples, scaled_steps, steps, tensors
@@ -136,11 +139,6 @@ def test_samples_of_tensors_that_the_table_does_not_have_yet_are_left_out(tmp_pa
 
 
 def test_a_run_under_way_is_judged_and_called_incomplete(tmp_path: Path) -> None:
-    import os
-    import time
-
-    from gradaudit.store.host import host_id
-
     meta = {"ended": None, "pid": os.getpid(), "host": host_id(), "heartbeat_at": time.time()}
     report = sound(audit(run_of(tmp_path, steps(10), samples(0, {0: 50, -2: 50}), **meta)))
 
