@@ -97,12 +97,6 @@ class RunWriter:
             columns = [pa.array([row.get(field.name) for row in rows], type=field.type) for field in schema]
             self._pending[table].append(pa.RecordBatch.from_arrays(columns, schema=schema))
 
-    def append_columns(self, table: str, columns: Mapping[str, Any]) -> None:
-        """Buffer a whole batch given as arrays, one entry per column of the table."""
-        schema = TABLES[table]
-        arrays = [pa.array(columns[field.name], type=field.type) for field in schema]
-        self._pending[table].append(pa.RecordBatch.from_arrays(arrays, schema=schema))
-
     @property
     def num_pending_rows(self) -> int:
         """Rows a SIGKILL would lose now."""

@@ -10,8 +10,9 @@ from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, p
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.history import ScaleHistory
-from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large
+from gradaudit.analysis.overflows import born_here, too_large
 from gradaudit.analysis.report import Evidence, Finding
+from gradaudit.analysis.zones import headroom_log2
 
 HEADROOM_LOG2 = 2
 """Binades of headroom at which one doubling of the scale and one of the gradient overflow."""
@@ -118,7 +119,7 @@ def headroom(facts: Facts) -> Outcome:
         unscaled = np.log2(samples.amax[rows]) - scale
         quarter = len(rows) // 4
         rise = float(np.median(unscaled[-quarter:]) - np.median(unscaled[:quarter]))
-        headroom = LIMIT_LOG2 - float(np.median(np.log2(samples.amax[rows[-quarter:]])))
+        headroom = float(np.median(headroom_log2(samples.amax[rows[-quarter:]])))
         scale_grew = float(np.median(scale[-quarter:])) > float(np.median(scale[:quarter]))
         # a scaler that probes for its ceiling ends near the limit whatever the gradients do
         if rise >= RISE_LOG2 and headroom <= HEADROOM_LOG2 and not scale_grew:

@@ -199,12 +199,9 @@ def test_samples_can_be_selected_by_kind(tmp_path: Path) -> None:
     assert run.samples().counts[2].sum() == 0
 
 
-def test_columns_can_be_written_as_whole_arrays(tmp_path: Path) -> None:
+def test_what_waits_for_the_next_flush_is_counted(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", rank=0, meta=meta())
-    columns = {
-        name: [row[name] for row in (sample(0, 0, {1: 2}), sample(1, 0, {2: 3}))] for name in TABLES["samples"].names
-    }
-    writer.append_columns("samples", columns)
+    writer.append("samples", [sample(0, 0, {1: 2}), sample(1, 0, {2: 3})])
     assert writer.num_pending_rows == 2
     writer.flush()
     assert open_run(tmp_path / "run").samples().numel.tolist() == [2, 3]
