@@ -1,6 +1,6 @@
 """The run folder's contract, imported by the writer and by the reader.
 
-A run is a folder: run.json (who, how, which tensors) and, per rank, Parquet parts of three tables. docs/run-format.md
+A run is a folder: run.json (who, how, which tensors) and, per rank, Parquet parts of four tables. docs/run-format.md
 explains every column. Adding a column needs no new version; changing what one means does.
 """
 
@@ -34,6 +34,13 @@ STEPS = pa.schema(
         pa.field("param_amax", pa.list_(pa.float32()), nullable=False),
         pa.field("scaled", pa.bool_(), nullable=False),  # whether param_amax still carries the scale
         pa.field("nonfinite", pa.list_(pa.int32()), nullable=False),  # ids of the tensors whose gradient was non-finite
+        # whether what scaler.scale returned was finite; looked at only where it is FP16, else null
+        pa.field("scaled_loss_finite", pa.bool_()),
+        # ids of kind "param" whose weights were non-finite when the step opened; null where that was not looked at
+        pa.field("weights_nonfinite", pa.list_(pa.int32())),
+        # ids of kind "buffer" that were finite at first sight and no longer when the step closed; null: not looked at
+        pa.field("buffers_nonfinite", pa.list_(pa.int32())),
+        pa.field("traced", pa.bool_()),  # whether the ops table holds the whole forward of this step
     ]
 )
 
@@ -66,17 +73,47 @@ EVENTS = pa.schema(
         pa.field("optimizer", pa.int32()),
         pa.field("scaler", pa.int32()),
         pa.field("scaled", pa.bool_()),  # whether that optimizer's gradients carried the scale at that moment
-        pa.field("file", pa.string()),  # the user's line, for the first occurrences of each call
+        pa.field("optimizers", pa.list_(pa.int32())),  # whose gradients the call changed or got; null where unknown
+        pa.field("file", pa.string()),  # the user's line
         pa.field("line", pa.int32()),
-        pa.field("detail", pa.string()),
+        pa.field("raised", pa.string()),  # "Type: first line" of what the call raised
+        pa.field("detail", pa.string()),  # JSON, see docs/run-format.md
     ]
 )
 
-TABLES = {"steps": STEPS, "samples": SAMPLES, "events": EVENTS}
+OPS = pa.schema(
+    [
+        pa.field("step", pa.int64(), nullable=False),
+        pa.field("micro_step", pa.int32(), nullable=False),
+        pa.field("order", pa.int32(), nullable=False),  # execution order within the step, from 0
+        # "aten.mul.Tensor"; "input" for what was there before: the batch, a parameter, a buffer
+        pa.field("op", pa.string(), nullable=False),
+        pa.field("module", pa.string(), nullable=False),  # whose code ran, "loss" outside every module; an input's name
+        pa.field("module_class", pa.string(), nullable=False),  # for an input its source: param, buffer, batch or other
+        pa.field("file", pa.string()),
+        pa.field("line", pa.int32()),
+        pa.field("dtype", pa.string(), nullable=False),
+        pa.field("shape", pa.list_(pa.int64()), nullable=False),
+        pa.field("numel", pa.int64(), nullable=False),
+        pa.field("amax", pa.float64(), nullable=False),  # largest finite magnitude, 0 when there is none
+        pa.field("num_nan", pa.int64(), nullable=False),
+        pa.field("num_posinf", pa.int64(), nullable=False),
+        pa.field("num_neginf", pa.int64(), nullable=False),
+        # largest magnitude of the same operation computed in FP32 from the same inputs; null where that was not done
+        pa.field("amax_fp32", pa.float64()),
+        pa.field("num_masked_rows", pa.int64()),  # rows of a softmax's input that hold nothing but -inf
+        pa.field("inputs", pa.list_(pa.int32()), nullable=False),  # `order` of the rows that made its tensor arguments
+        pa.field("constants", pa.list_(pa.float64()), nullable=False),  # its numeric arguments
+        pa.field("sequence", pa.int64()),  # number of its autograd node, null without one
+        pa.field("autocast", pa.bool_(), nullable=False),  # whether it ran inside an enabled autocast region
+    ]
+)
 
-SORT_KEYS = {"steps": ("step",), "samples": ("tensor", "step"), "events": ("seq",)}
+TABLES = {"steps": STEPS, "samples": SAMPLES, "events": EVENTS, "ops": OPS}
 
-KINDS = ("output_grad", "op_grad", "param_grad", "output", "param", "update")
+SORT_KEYS = {"steps": ("step",), "samples": ("tensor", "step"), "events": ("seq",), "ops": ("step", "order")}
+
+KINDS = ("output_grad", "op_grad", "param_grad", "output", "param", "buffer", "update")
 
 
 def rank_dir(rank: int) -> str:

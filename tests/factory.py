@@ -65,6 +65,24 @@ def sample(index: int, tensor_id: int, exponents: dict[int, int], **more: Any) -
     }  # fmt: skip
 
 
+def event(seq: int, name: str, **more: Any) -> dict[str, Any]:
+    """One call of the call-order log, at step 0 on line 10 unless said."""
+    return {
+        "seq": seq, "step": 0, "micro_step": 0, "name": name, "optimizer": None, "scaler": None, "scaled": None,
+        "optimizers": None, "file": "train.py", "line": 10, "raised": None, "detail": None, **more,
+    }  # fmt: skip
+
+
+def op(order: int, name: str, *, inputs: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:
+    """One finite FP16 operation of a traced forward, in the model's own code unless said: `op(0, "mul.Tensor")`."""
+    return {
+        "step": 0, "micro_step": 0, "order": order, "op": name if name == "input" else f"aten.{name}", "module": "Net",
+        "module_class": "Net", "file": "train.py", "line": 10, "dtype": "float16", "shape": [8, 8], "numel": 64,
+        "amax": 1.0, "num_nan": 0, "num_posinf": 0, "num_neginf": 0, "amax_fp32": 1.0, "num_masked_rows": None,
+        "inputs": list(inputs), "constants": [], "sequence": None, "autocast": True, **more,
+    }  # fmt: skip
+
+
 def write_run(
     path: Path,
     *,
@@ -72,6 +90,7 @@ def write_run(
     steps: list[dict[str, Any]] | None = None,
     samples: list[dict[str, Any]] | None = None,
     events: list[dict[str, Any]] | None = None,
+    ops: list[dict[str, Any]] | None = None,
     flush_every: int | None = None,
 ) -> Path:
     """Write a run folder; `flush_every` steps a part, one part otherwise."""
@@ -87,5 +106,6 @@ def write_run(
         writer.append("samples", inside)
         writer.flush()
     writer.append("events", events or [])
+    writer.append("ops", ops or [])
     writer.flush()
     return path

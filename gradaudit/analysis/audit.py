@@ -48,7 +48,13 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
     """
     analysis = analyse(run) if analysis is None else analysis
     found_windows = windows(analysis)
-    facts = Facts(analysis, found_windows, tuple(unexplained(analysis, history) for history in analysis.histories))
+    facts = Facts(
+        analysis,
+        found_windows,
+        tuple(unexplained(analysis, history) for history in analysis.histories),
+        tuple(run.events()),
+        run.ops(),
+    )
     findings: list[Finding] = []
     results = []
     for check in CHECKS:

@@ -16,7 +16,8 @@ from gradaudit.analysis.history import ScaleHistory, scale_histories, scale_log2
 from gradaudit.analysis.noise import Noise, addend_margin_db, own_noise, rounds_in_fp16, total_noise
 from gradaudit.analysis.zones import zone_counts
 from gradaudit.formats import FP16_DTYPES
-from gradaudit.store.reader import Run, Samples, Steps, TensorInfo, only
+from gradaudit.store.reader import Run
+from gradaudit.store.tables import Samples, Steps, TensorInfo, only
 
 GRADIENT_KINDS = ("output_grad", "op_grad", "param_grad")
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gradaudit.analysis.report import History
-from gradaudit.store.reader import NO_GRADIENT, Steps
+from gradaudit.store.tables import NO_GRADIENT, Steps
 
 CALIBRATION_GAP = 3
 """Clean steps allowed between two overflows of the start: near the limit some batches still fit."""

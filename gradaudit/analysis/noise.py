@@ -33,7 +33,7 @@ import numpy as np
 
 from gradaudit.analysis.zones import EXPONENTS
 from gradaudit.formats import FP16, FP16_DTYPES, NumberFormat
-from gradaudit.store.reader import Samples, TensorInfo
+from gradaudit.store.tables import Samples, TensorInfo
 
 REPEATING_OPS = frozenset({"Mean", "Sum", "AdaptiveAvgPool1D", "AdaptiveAvgPool2D", "AdaptiveAvgPool3D", "AvgPool2D"})
 

@@ -13,7 +13,7 @@ import numpy as np
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.history import ScaleHistory, scale_log2_of
 from gradaudit.formats import FP16
-from gradaudit.store.reader import NO_GRADIENT, Steps
+from gradaudit.store.tables import NO_GRADIENT, Steps
 
 LIMIT_LOG2 = float(np.log2(FP16.overflow_at))
 

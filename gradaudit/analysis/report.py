@@ -41,7 +41,10 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong (or, as `info`, normal and worth knowing), with what to do about it."""
+    """One thing that is wrong (or, as `info`, normal and worth knowing), with what to do about it.
+
+    `consequence_of` is the id of the finding that explains this one: curing that one cures this. None for a root cause.
+    """
 
     id: str
     severity: Severity
@@ -53,6 +56,7 @@ class Finding:
     steps: tuple[int, int]
     evidence: tuple[Evidence, ...]
     remedy: str
+    consequence_of: str | None = None
 
     @property
     def docs(self) -> str:

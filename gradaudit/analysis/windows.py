@@ -11,7 +11,7 @@ from gradaudit.analysis.history import scale_log2_of, unscaled_amax_log2
 from gradaudit.analysis.overflows import LIMIT_LOG2, born_here, too_large, unexplained
 from gradaudit.analysis.report import Window
 from gradaudit.formats import FP16
-from gradaudit.store.reader import NO_GRADIENT, TensorInfo
+from gradaudit.store.tables import NO_GRADIENT, TensorInfo
 
 OVERFLOW_SHARE = 0.005
 """A scale is safe for a tensor that overflows in at most this share of steps: 1 in 200, about what growth costs."""

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradaudit.store.reader import Run as Run
-    from gradaudit.store.reader import Samples as Samples
-    from gradaudit.store.reader import Steps as Steps
-    from gradaudit.store.reader import TensorInfo as TensorInfo
     from gradaudit.store.reader import find_runs as find_runs
     from gradaudit.store.reader import is_run as is_run
     from gradaudit.store.reader import open_run as open_run
+    from gradaudit.store.tables import Samples as Samples
+    from gradaudit.store.tables import Steps as Steps
+    from gradaudit.store.tables import TensorInfo as TensorInfo
 
 __all__ = ["Run", "Samples", "Steps", "TensorInfo", "find_runs", "is_run", "open_run"]
 

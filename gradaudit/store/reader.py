@@ -9,8 +9,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import fields
 from functools import cached_property, reduce
 from operator import and_
 from pathlib import Path
@@ -25,123 +25,11 @@ from gradaudit.errors import RunCorrupt, RunNotFound, SchemaMismatch
 from gradaudit.formats import NUM_BINS
 from gradaudit.schema import RUN_FILE, RUN_FORMAT, SCHEMA_VERSION, TABLES, rank_dir
 from gradaudit.store.host import host_id
+from gradaudit.store.tables import NO_GRADIENT, OpRow, Samples, Steps, TensorInfo
 from gradaudit.store.writer import LAST_KEY
 
 STALE_S = 60.0
 """A writer renews its heartbeat every few seconds; after a minute of silence it is gone, whoever has its pid by now."""
-
-NO_GRADIENT = -1.0
-"""Stands in a param_amax matrix where a parameter had no gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One row of run.json's tensors table: what a tensor id of the samples means.
-
-    `kind` is one of schema.KINDS; `fqn` the module or parameter; `op` the autograd node, empty for parameters and
-    activations; `parents` the tensors this gradient was computed from, nearer to the loss; `exact` marks gradients
-    copied from a parent without rounding.
-    """
-
-    id: int
-    kind: str
-    fqn: str
-    module: str = ""
-    op: str = ""
-    shape: tuple[int, ...] = ()
-    dtype: str = "float32"
-    parents: tuple[int, ...] = ()
-    exact: bool = False
-    trainable: bool = True
-
-    @property
-    def label(self) -> str:
-        """Name unique enough to show: the fqn, and the operation where a module has several."""
-        return f"{self.fqn} [{self.op}]" if self.op and self.kind == "op_grad" else self.fqn
-
-    @property
-    def described(self) -> str:
-        """The tensor in a sentence: "3 (ReLU)", "Softmax in blocks.0.attn", "head.weight"."""
-        if self.kind == "output_grad" and self.module and self.module != self.fqn:
-            return f"{self.fqn} ({self.module})"
-        if self.kind == "op_grad" and self.op != "ToCopy":
-            return f"{self.op} in {self.fqn}"
-        return self.fqn
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Columns of the step table, one entry per attempted optimizer update, in order.
-
-    All arrays have shape [steps]. Floats are NaN and integers -1 where the run holds null; `found_inf`,
-    `loss_finite` and `input_finite` are 1, 0 or -1 (unknown). `param_amax` and `nonfinite` are ragged lists, see
-    `param_matrix`.
-    """
-
-    step: np.ndarray
-    time_s: np.ndarray
-    optimizer: np.ndarray
-    scaler: np.ndarray
-    update: np.ndarray
-    scale: np.ndarray
-    growth_tracker: np.ndarray
-    found_inf: np.ndarray
-    skipped: np.ndarray
-    loss: np.ndarray
-    loss_finite: np.ndarray
-    input_finite: np.ndarray
-    num_micro_steps: np.ndarray
-    sampled: np.ndarray
-    scaled: np.ndarray
-    param_amax: list[np.ndarray]
-    nonfinite: list[np.ndarray]
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def param_matrix(self, optimizer: int) -> tuple[np.ndarray, np.ndarray]:
-        """Largest gradient magnitude of every parameter of one optimizer.
-
-        Returns:
-            (rows, amax): indices into these columns, shape [n]; magnitudes, shape [n, parameters], scaled where
-            `scaled` is set, inf or NaN where the gradient held one, `NO_GRADIENT` where there was none.
-        """
-        rows = np.flatnonzero(self.optimizer == optimizer)
-        width = max((len(self.param_amax[row]) for row in rows), default=0)
-        amax = np.full((len(rows), width), NO_GRADIENT)
-        for i, row in enumerate(rows):
-            amax[i, : len(self.param_amax[row])] = self.param_amax[row]
-        return rows, amax
-
-
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """Columns of the sample table: one entry per (step, tensor).
-
-    Arrays have shape [rows]; `counts` has shape [rows, NUM_BINS] and is all zero where no histogram was kept.
-    `amax` is the largest finite magnitude, still carrying `scale` where `scaled` is set; `noise_gain` is NaN where the
-    run holds none.
-    """
-
-    step: np.ndarray
-    tensor: np.ndarray
-    scale: np.ndarray
-    scaled: np.ndarray
-    order: np.ndarray
-    numel: np.ndarray
-    num_zero: np.ndarray
-    num_nan: np.ndarray
-    num_inf: np.ndarray
-    amax: np.ndarray
-    noise_gain: np.ndarray
-    counts: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-    def select(self, mask: np.ndarray) -> Samples:
-        """Rows of a boolean mask or an index array."""
-        return Samples(*(getattr(self, field.name)[mask] for field in fields(self)))
 
 
 class Run:
@@ -183,6 +71,10 @@ class Run:
         for field in TABLES["steps"]:
             if field.name in ("param_amax", "nonfinite"):
                 columns[field.name] = _ragged(table[field.name])
+            elif field.name in ("weights_nonfinite", "buffers_nonfinite"):
+                known = pc.is_valid(table[field.name]).to_numpy()
+                lists = _ragged(pc.coalesce(table[field.name], pa.scalar([], table[field.name].type)))
+                columns[field.name] = [ids if valid else None for ids, valid in zip(lists, known, strict=True)]
             else:
                 columns[field.name] = _column(table[field.name])
         order = np.argsort(columns["step"], kind="stable")
@@ -212,6 +104,14 @@ class Run:
         """The call-order log in order, one dict per event."""
         rows: list[dict[str, Any]] = self._read("events", rank).sort_by("seq").to_pylist()
         return rows
+
+    def ops(self, *, rank: int = 0) -> tuple[OpRow, ...]:
+        """The operations of the traced forwards, in order of step and execution."""
+        table = self._read("ops", rank).sort_by([("step", "ascending"), ("order", "ascending")])
+        rows: list[dict[str, Any]] = table.to_pylist()
+        for row in rows:
+            row |= {name: tuple(row[name]) for name in ("shape", "inputs", "constants")}
+        return tuple(OpRow(**row) for row in rows)
 
     @property
     def version(self) -> str:
@@ -392,9 +292,3 @@ def _samples(table: pa.Table) -> Samples:
 def _reason(error: Exception) -> str:
     text = str(error).strip().splitlines()
     return text[0].rstrip(".")[:120] if text else type(error).__name__
-
-
-def only(samples: Samples, tensors: Sequence[TensorInfo], kinds: tuple[str, ...]) -> Samples:
-    """Rows whose tensor is of one of `kinds`."""
-    wanted = np.array([tensor.kind in kinds for tensor in tensors], dtype=bool)
-    return samples.select(wanted[samples.tensor] if len(samples) else np.zeros(0, dtype=bool))

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 import gradaudit
 from gradaudit.analysis.noise import own_noise, total_noise
 from gradaudit.store import open_run
-from gradaudit.store.reader import only
+from gradaudit.store.tables import only
 
 Loss = Callable[[nn.Module], torch.Tensor]
 

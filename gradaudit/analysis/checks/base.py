@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.report import Finding, Place
 from gradaudit.analysis.windows import Windows
-from gradaudit.store.reader import TensorInfo
+from gradaudit.store.tables import OpRow, TensorInfo
 
 NUM_NAMED = 5
 """Places named in a finding; the layers table has them all."""
@@ -21,12 +22,15 @@ NUM_NAMED = 5
 class Facts:
     """Everything known of a run: its analysis and safe windows.
 
-    `unexplained` are, per history, the updates whose overflow no finite gradient explains (see overflows).
+    `unexplained` are, per history, the updates whose overflow no finite gradient explains (see overflows); `events` the
+    call-order log; `ops` the operations of the traced forwards.
     """
 
     analysis: Analysis
     windows: Windows
     unexplained: tuple[np.ndarray, ...]
+    events: tuple[dict[str, Any], ...] = ()
+    ops: tuple[OpRow, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from gradaudit.analysis.noise import energy
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.analysis.windows import EMPTY_SHARE, is_lost
 from gradaudit.formats import FP16
-from gradaudit.store.reader import NO_GRADIENT
+from gradaudit.store.tables import NO_GRADIENT
 
 FLUSHED_ZERO_SHARE = 0.01
 """Zeros beyond those of a larger scale, as a share of elements, that must have been flushed."""

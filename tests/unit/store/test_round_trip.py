@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from gradaudit.formats import NUM_BINS
 from gradaudit.schema import TABLES
 from gradaudit.store import open_run, reader
-from gradaudit.store.reader import NO_GRADIENT, only
+from gradaudit.store.tables import NO_GRADIENT, only
 from gradaudit.store.writer import LAST_KEY, MERGE_FANIN, RunWriter
 from tests.factory import meta, sample, step, tensor, write_run
 
