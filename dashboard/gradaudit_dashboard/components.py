@@ -17,10 +17,11 @@ from gradaudit.analysis.report import AuditReport, Finding, Place, Recommendatio
 from gradaudit.errors import GradauditError
 from gradaudit.reporters.palette import ZONE_COLOURS
 from gradaudit.reporters.rows import (
+    consequence_words,
     effect_rows,
+    leading_findings,
     passed_checks,
     run_facts,
-    sorted_findings,
     unfinished_checks,
     window_limits,
     window_words,
@@ -109,10 +110,10 @@ def findings_card(report: AuditReport, row_of: Callable[[Place], str | None]) ->
         report: The audit.
         row_of: Heatmap row of a place, None where there is none to pin.
     """
-    found = sorted_findings(report)
-    count = {severity: sum(item.severity == severity for item in found) for severity in SEVERITY_WORDS}
+    found = leading_findings(report)
+    count = {severity: sum(item.severity == severity for item in report.findings) for severity in SEVERITY_WORDS}
     said = ", ".join(plural(n, word) if word != "info" else f"{n:,} info" for word, n in count.items() if n)
-    body: list[Any] = [_finding(item, row_of) for item in found]
+    body: list[Any] = [_finding(item, consequences, row_of) for item, consequences in found]
     if not found:
         sampled = f"{plural(report.run.num_sampled, 'sampled step')}, {plural(len(report.layers), 'gradient tensor')}"
         text = f"{plural(len(passed_checks(report)), 'check')} looked at {sampled} and found nothing."
@@ -121,7 +122,7 @@ def findings_card(report: AuditReport, row_of: Callable[[Place], str | None]) ->
     return panel(title, html.Div([*body, _checks(report)], className="findings"), **{"aria-live": "polite"})
 
 
-def _finding(finding: Finding, row_of: Callable[[Place], str | None]) -> html.Details:
+def _finding(finding: Finding, consequences: Sequence[Finding], row_of: Callable[[Place], str | None]) -> html.Details:
     head = html.Summary(
         [
             html.Span(
@@ -146,6 +147,8 @@ def _finding(finding: Finding, row_of: Callable[[Place], str | None]) -> html.De
     pairs.append(("Certainty", certainty))
     if finding.remedy:
         pairs.append(("Do", html.Strong(prose(finding.remedy), className="remedy")))
+    if consequences:
+        pairs.append(("Leads to", html.Ul([html.Li(consequence_words(item)) for item in consequences])))
     pairs.append(("Id", html.Code(finding.id)))
     return html.Details(
         [head, html.P(prose(finding.summary)), facts(pairs)],

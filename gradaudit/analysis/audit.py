@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 
 import numpy as np
 
+from gradaudit.analysis.causes import with_causes
 from gradaudit.analysis.checks import CHECKS, Check, Facts, Skipped
 from gradaudit.analysis.context import Analysis, analyse, fp16_gradients, listed_tensors
 from gradaudit.analysis.history import drawable
@@ -61,8 +62,7 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
         found, result = _run_check(check, facts)
         findings += found
         results.append(result)
-    kept = [finding for finding in findings if not _is_ignored(finding, ignore)]
-    kept.sort(key=lambda f: (_RANK[f.severity], _CONFIDENCE[f.confidence], f.id in _EXPLANATIONS, f.steps[0]))
+    kept = _ordered([finding for finding in findings if not _is_ignored(finding, ignore)])
     return AuditReport(
         run=summarise(analysis),
         verdict=_verdict(facts, kept),
@@ -84,6 +84,26 @@ def _run_check(check: Check, facts: Facts) -> tuple[Sequence[Finding], CheckResu
     return outcome, CheckResult(check.id, "found" if outcome else "passed")
 
 
+def _ordered(findings: Sequence[Finding]) -> list[Finding]:
+    """Root causes by the worst they lead to, each followed by its consequences."""
+    findings = with_causes(sorted(findings, key=_urgency))
+    led: dict[str, list[Finding]] = {}
+    for finding in findings:
+        if finding.consequence_of is not None:
+            led.setdefault(finding.consequence_of, []).append(finding)
+    leads = [finding for finding in findings if finding.consequence_of is None]
+    leads.sort(key=lambda lead: min(_RANK[f.severity] for f in (lead, *led.get(lead.id, ()))))
+    ordered = []
+    for lead in leads:
+        ordered += [lead, *led.pop(lead.id, ())]
+    return ordered
+
+
+def _urgency(finding: Finding) -> tuple[int, int, bool, int]:
+    rank, confidence = _RANK[finding.severity], _CONFIDENCE[finding.confidence]
+    return rank, confidence, finding.id in _EXPLANATIONS, finding.steps[0]
+
+
 def _is_ignored(finding: Finding, ignore: Sequence[str]) -> bool:
     for pattern in ignore:
         name, _, glob = pattern.partition(":")
@@ -96,10 +116,16 @@ def _verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     analysis = facts.analysis
     alarming = [finding for finding in findings if finding.severity != "info"]
     if alarming:
-        num_more = len(alarming) - 1
-        more = f" {num_more} more finding{'s' if num_more > 1 else ''} below." if num_more else ""
-        level: Level = "failing" if alarming[0].severity == "error" else "attention"
-        return Verdict(level, f"{alarming[0].title}. {alarming[0].summary}{more}")
+        level: Level = "failing" if any(finding.severity == "error" for finding in alarming) else "attention"
+        lead, *others = alarming
+        follow = [finding for finding in others if finding.consequence_of == lead.id]
+        num_more = len(others) - len(follow)
+        summary = f"{lead.title}. {lead.summary}"
+        if follow:
+            summary += f" From it follows: {', '.join(finding.id for finding in follow)}."
+        if num_more:
+            summary += f" {num_more} more finding{'s' if num_more > 1 else ''} below."
+        return Verdict(level, summary)
     num_steps, num_skipped = len(analysis.steps), int(analysis.steps.skipped.sum())
     if not num_steps:
         why = "recording failed, see below" if analysis.run.meta.get("errors") else "no optimizer step was recorded"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from gradaudit.analysis.causes import BORN_IN_FORWARD, BORN_SOMEWHERE, SCALE_FELL
 from gradaudit.analysis.checks.base import percent
 from gradaudit.analysis.context import TARGET_DB, Analysis
 from gradaudit.analysis.history import ScalerSettings
@@ -35,8 +36,13 @@ DEFAULT_LOG2 = 16
 MARGIN_LOG2 = 1
 """Start one binade below the largest safe scale: the next batch is not one of the recorded ones."""
 
-NOT_THE_SCALE = frozenset({"scale-collapse", "scale-at-floor", "scale-zero", "scale-window-empty"})
+NOT_THE_SCALE = frozenset({*SCALE_FELL, *BORN_SOMEWHERE, "scale-window-empty", "divergence"})
 """Findings that no scale setting cures."""
+
+TAKE_OUT_OF_FP16 = frozenset({*SCALE_FELL, *BORN_IN_FORWARD, "epsilon-flushed", "nonfinite-backward"}) - {
+    "nonfinite-input"
+}
+"""Those of them that leaving FP16 for a part of the model does cure."""
 
 
 def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Finding]) -> Recommendation | None:
@@ -55,14 +61,23 @@ def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Fin
     history = analysis.history
     current_settings = history.settings if history is not None else None
     current = _current(analysis)
-    ids = {finding.id for finding in findings if finding.severity != "info"}
-    hopeless = sorted(ids & NOT_THE_SCALE)
+    alarming = [finding for finding in findings if finding.severity != "info"]
+    roots = [finding for finding in alarming if finding.consequence_of is None]
+    hopeless = [finding for finding in alarming if finding.id in NOT_THE_SCALE]
     if hopeless:
-        return _keep(analysis, found_windows, current, "fp32-modules", _why_not(hopeless, found_windows))
-    scale_would_help = any(f.scale_can_fix in ("yes", "partly") and f.severity != "info" for f in findings)
-    if current_settings is not None and not scale_would_help:
-        reasons = ["The settings in use do no harm on this run: change nothing."]
-        return _keep(analysis, found_windows, current, "fp16", reasons)
+        cured = any(f.id in TAKE_OUT_OF_FP16 or f.id == "scale-window-empty" for f in roots)
+        precision = "fp32-modules" if cured else "fp16"
+        return _keep(analysis, found_windows, current, precision, _why_not(hopeless, roots, found_windows))
+    scale_would_help = any(f.scale_can_fix in ("yes", "partly") for f in roots)
+    if not scale_would_help and (current_settings is not None or roots):
+        reasons = [f"No scaler setting cures this: {finding.title[0].lower()}{finding.title[1:]}." for finding in roots]
+        return _keep(
+            analysis,
+            found_windows,
+            current,
+            "fp16",
+            reasons or ["The settings in use do no harm on this run: change nothing."],
+        )
     policy, reasons = _choose(analysis, found_windows)
     predicted = replay(analysis, policy)
     return _made_of(policy, found_windows, current, current_settings, predicted, reasons)
@@ -176,13 +191,19 @@ def _current(analysis: Analysis) -> Outlook:
     return Outlook(num_skipped, num_skipped / len(analysis.steps), lowest_sqnr_db(analysis))
 
 
-def _why_not(hopeless: Sequence[str], found_windows: Windows) -> list[str]:
-    if "scale-window-empty" in hopeless:
+def _why_not(hopeless: Sequence[Finding], roots: Sequence[Finding], found_windows: Windows) -> list[str]:
+    if any(finding.id == "scale-window-empty" for finding in hopeless):
         window, low, high = found_windows.run, found_windows.lowest, found_windows.highest
         return [
             f"No single scale fits: {low.described if low else ''} needs at least 2^{window.low_log2}, "
             f"{high.described if high else ''} overflows above 2^{window.high_log2}.",
             "Keep one of the two in FP32 (leave autocast around it), train in BF16, or bring their losses to one size.",
+        ]
+    named = [finding for finding in roots if finding.id in NOT_THE_SCALE and finding.id not in SCALE_FELL]
+    if named:
+        return [
+            "No scale will do: what is non-finite before the backward, or at any scale, stays so at a smaller one.",
+            *(f"{finding.title}: {finding.remedy}" for finding in named),
         ]
     return [
         "No scale will do: the overflow does not go away however far the scale falls, so it is not the scale's.",

@@ -6,6 +6,7 @@ hostile layer name has nothing to load from and nothing to run in. Everything is
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from gradaudit.analysis.report import AuditReport, Finding, LayerRow, Recommendation
@@ -14,14 +15,15 @@ from gradaudit.reporters.rows import (
     MAX_PLACES,
     NUM_WORST_LAYERS,
     advice,
+    consequence_words,
     effect_rows,
     layer_rank,
     layer_window,
+    leading_findings,
     passed_checks,
     run_facts,
     scale_position,
     setting_rows,
-    sorted_findings,
     sqnr_words,
     unfinished_checks,
     window_limits,
@@ -87,7 +89,7 @@ def _page(report: AuditReport) -> dict[str, Any]:
         "facts": run_facts(report.run),
         "scale_chart": scale_chart(report.history),
         "num_skipped": report.run.num_skipped,
-        "findings": [_finding(finding) for finding in sorted_findings(report)],
+        "findings": [_finding(finding, consequences) for finding, consequences in leading_findings(report)],
         "recommendation": _recommendation(report, recommendation) if recommendation is not None else None,
         "legend": [(swatch(zone), word, ZONE_MEANINGS[zone]) for zone, word in ZONE_WORDS.items()],
         "worst": [_layer(layer) | {"bar": zone_bar(layer.zones)} for layer in worst],
@@ -98,7 +100,7 @@ def _page(report: AuditReport) -> dict[str, Any]:
     }
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding, consequences: Sequence[Finding]) -> dict[str, Any]:
     certainty = f"{finding.confidence} confidence"
     if finding.severity != "info":
         certainty += f"; {CAN_FIX_WORDS[finding.scale_can_fix]}"
@@ -114,6 +116,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "evidence": [format_evidence(evidence) for evidence in finding.evidence],
         "certainty": certainty,
         "remedy": prose(finding.remedy),
+        "consequences": [consequence_words(consequence) for consequence in consequences],
         "docs": finding.docs,
     }
 

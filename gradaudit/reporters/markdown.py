@@ -9,13 +9,14 @@ from gradaudit.analysis.report import AuditReport, Finding, Recommendation
 from gradaudit.reporters.rows import (
     MAX_PLACES,
     advice,
+    consequence_words,
     effect_rows,
     layer_window,
+    leading_findings,
     passed_checks,
     run_facts,
     scale_position,
     setting_rows,
-    sorted_findings,
     sqnr_words,
     unfinished_checks,
     window_limits,
@@ -48,8 +49,8 @@ def render(report: AuditReport) -> str:
     )
     if report.findings:
         blocks.append("### Findings")
-        for finding in sorted_findings(report):
-            blocks += _finding(finding)
+        for finding, consequences in leading_findings(report):
+            blocks += _finding(finding, consequences)
     if report.recommendation is not None:
         blocks += _recommendation(report, report.recommendation)
     blocks += _layers(report)
@@ -75,7 +76,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _finding(finding: Finding) -> list[str]:
+def _finding(finding: Finding, consequences: Sequence[Finding]) -> list[str]:
     items = [f"- Where: {code(place.name)} ({escaped(place_detail(place))})" for place in finding.where[:MAX_PLACES]]
     if len(finding.where) > MAX_PLACES:
         items.append(f"- and {len(finding.where) - MAX_PLACES:,} more places")
@@ -87,6 +88,7 @@ def _finding(finding: Finding) -> list[str]:
     items.append(f"- Certainty: {certainty}")
     if finding.remedy:
         items.append(f"- **Do:** {escaped(prose(finding.remedy))}")
+    items += [f"- Leads to: {escaped(consequence_words(consequence))}" for consequence in consequences]
     items.append(f"- Read: `{finding.docs}`")
     title = f"#### {SEVERITY_WORDS[finding.severity]}: {escaped(prose(finding.title))}"
     return [title, escaped(prose(finding.summary)), "\n".join(items)]

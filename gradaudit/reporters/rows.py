@@ -17,6 +17,7 @@ from gradaudit.reporters.words import (
     ENDED_WORDS,
     PRECISION_WORDS,
     SEVERITY_ORDER,
+    SEVERITY_WORDS,
     UNKNOWN,
     ZONE_WORDS,
     format_db,
@@ -38,9 +39,22 @@ MAX_PLACES = 5
 ZONES_BY_HARM = ("nan", "overflow", "flushed", "subnormal", "near_max", "normal", "zero")
 
 
-def sorted_findings(report: AuditReport) -> list[Finding]:
-    """Worst first; the analysis' own order within one severity."""
-    return sorted(report.findings, key=lambda finding: SEVERITY_ORDER.index(finding.severity))
+def leading_findings(report: AuditReport) -> list[tuple[Finding, list[Finding]]]:
+    """Root causes, those that lead to the worst first, each with the findings that follow from it."""
+    leads = [finding for finding in report.findings if finding.consequence_of is None]
+    known = {finding.id for finding in leads}
+    orphans = [f for f in report.findings if f.consequence_of is not None and f.consequence_of not in known]
+    grouped, taken = [], set()
+    for lead in [*leads, *orphans]:
+        mine = [f for f in report.findings if f.consequence_of == lead.id] if lead.id not in taken else []
+        taken.add(lead.id)
+        grouped.append((lead, mine))
+    return sorted(grouped, key=lambda group: min(SEVERITY_ORDER.index(f.severity) for f in (group[0], *group[1])))
+
+
+def consequence_words(finding: Finding) -> str:
+    """A finding that follows from another, in one line: `scale-collapse (error): The loss scale collapses`."""
+    return f"{finding.id} ({SEVERITY_WORDS[finding.severity].lower()}): {prose(finding.title)}"
 
 
 def run_facts(run: RunSummary) -> list[tuple[str, str]]:

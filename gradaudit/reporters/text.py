@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.text import Text
 
 from gradaudit.analysis.report import AuditReport, Finding, Recommendation
@@ -9,13 +11,14 @@ from gradaudit.reporters.layout import paragraph, table, to_string
 from gradaudit.reporters.rows import (
     MAX_PLACES,
     advice,
+    consequence_words,
     effect_rows,
     layer_window,
+    leading_findings,
     passed_checks,
     run_facts,
     scale_position,
     setting_rows,
-    sorted_findings,
     sqnr_words,
     unfinished_checks,
     window_limits,
@@ -54,8 +57,8 @@ def render(report: AuditReport, *, width: int = 80, colour: bool = False) -> str
     first = Text.assemble((LEVEL_WORDS[level], LEVEL_STYLES[level]), "  ")
     lines = paragraph(prose(report.verdict.summary), width=width, first=first, indent=first.cell_len)
     lines += [Text(), *_run(report, width)]
-    for finding in sorted_findings(report):
-        lines += [Text(), *_finding(finding, width)]
+    for finding, consequences in leading_findings(report):
+        lines += [Text(), *_finding(finding, consequences, width)]
     if report.recommendation is not None:
         lines += [Text(), *recommendation_lines(report, report.recommendation, width=width)]
     lines += _layers(report, width)
@@ -75,7 +78,7 @@ def _run(report: AuditReport, width: int) -> list[Text]:
     return lines
 
 
-def _finding(finding: Finding, width: int) -> list[Text]:
+def _finding(finding: Finding, consequences: Sequence[Finding], width: int) -> list[Text]:
     first = Text.assemble((SEVERITY_WORDS[finding.severity], SEVERITY_STYLES[finding.severity]), "  ")
     lines = paragraph(prose(finding.title), width=width, first=first, indent=first.cell_len, style="bold")
     lines += paragraph(prose(finding.summary), width=width, indent=2)
@@ -93,6 +96,8 @@ def _finding(finding: Finding, width: int) -> list[Text]:
     lines += _labelled("Certainty", certainty, width, start=2)
     if finding.remedy:
         lines += _labelled("Do", prose(finding.remedy), width, start=2)
+    for number, consequence in enumerate(consequences):
+        lines += _labelled("Leads to" if number == 0 else "", consequence_words(consequence), width, start=2)
     lines += _labelled("Read", finding.docs, width, start=2)
     return lines
 

@@ -18,7 +18,7 @@ from gradaudit.schema import SCHEMA_VERSION, TABLES
 from gradaudit.store import find_runs, is_run, open_run, reader
 from gradaudit.store.reader import run_version
 from gradaudit.store.writer import RunWriter
-from tests.factory import meta, sample, step, tensor, write_run
+from tests.factory import meta, op, sample, step, tensor, write_run
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -124,6 +124,7 @@ def test_a_truncated_part_is_corrupt_and_named(tmp_path: Path, table: str, share
         steps=[step(i) for i in range(50)],
         samples=[sample(i, 0, {0: 1}) for i in range(50)],
         events=events,
+        ops=[op(i, "mul.Tensor") for i in range(50)],
     )
     (file,) = folder.rglob(f"{table}-*.parquet")
     os.truncate(file, int(file.stat().st_size * share))
@@ -134,7 +135,7 @@ def test_a_truncated_part_is_corrupt_and_named(tmp_path: Path, table: str, share
 
 def read_all(folder: Path, table: str) -> Any:
     run = open_run(folder)
-    return {"steps": lambda: run.steps, "samples": run.samples, "events": run.events}[table]()
+    return {"steps": lambda: run.steps, "samples": run.samples, "events": run.events, "ops": run.ops}[table]()
 
 
 @pytest.mark.parametrize("seed", range(20))
