@@ -83,8 +83,8 @@ def with_causes(findings: Sequence[Finding]) -> list[Finding]:
         leading = [i for name in causes for i, finding in enumerate(findings) if finding.id == name]
         for cause in leading:
             for effect, finding in enumerate(findings):
-                free = finding.id in effects and effect not in explained_by and _root(explained_by, cause) != effect
-                if free and _meet(findings[cause], finding):
+                free = finding.id in effects and finding.id != findings[cause].id and effect not in explained_by
+                if free and _root(explained_by, cause) != effect and _meet(findings[cause], finding):
                     explained_by[effect] = cause
     return [
         replace(finding, consequence_of=findings[_root(explained_by, i)].id) if i in explained_by else finding
