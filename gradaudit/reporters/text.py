@@ -148,9 +148,14 @@ def _layers(report: AuditReport, width: int) -> list[Text]:
 def _checks(report: AuditReport, width: int) -> list[Text]:
     if not report.checks:
         return []
-    passed = passed_checks(report)
-    names = f"{len(passed)} passed: {', '.join(passed)}" if passed else "0 passed"
-    lines = [Text(), *_labelled("Checks", names, width)]
-    for check in unfinished_checks(report):
-        lines += _labelled("", f"{check.status} {check.id}: {prose(check.reason)}", width)
+    unfinished = unfinished_checks(report)
+    skipped = [check for check in unfinished if check.status == "skipped"]
+    counts = f"{len(passed_checks(report))} passed"
+    lines = [
+        Text(),
+        *_labelled("Checks", f"{counts}, {len(skipped)} had nothing to look at" if skipped else counts, width),
+    ]
+    for check in unfinished:
+        if check.status == "errored":
+            lines += _labelled("", f"errored {check.id}: {prose(check.reason)}", width)
     return lines

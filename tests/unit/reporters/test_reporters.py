@@ -56,9 +56,25 @@ def test_a_failing_report_tells_what_where_why_and_what_to_do(render: Callable[.
         "47.0 dB",
         "2^8 (256) to 2^15 (32,768)",
         "6 binades below it",
-        "one rank only",
     ):
         assert needed in shown
+
+
+@pytest.mark.parametrize("render", [markdown.render, html.render], ids=["markdown", "html"])
+def test_why_a_check_could_not_look_is_said_where_there_is_room(render: Callable[..., str]) -> None:
+    assert "one rank only" in render(reports.underflow())
+    assert "1 had nothing to look at" in " ".join(text.render(reports.underflow()).split())
+
+
+@pytest.mark.parametrize("render", [text.render, markdown.render, html.render], ids=["text", "markdown", "html"])
+def test_what_follows_from_a_finding_stands_under_it(render: Callable[..., str]) -> None:
+    lead = reports.finding(id="forward-overflow", title="A product overflows", severity="error")
+    follows = reports.finding(id="scale-collapse", title="The scale collapses", consequence_of="forward-overflow")
+    other = reports.finding(id="several-scalers", title="Two scalers", severity="warning")
+    shown = " ".join(render(reports.healthy(findings=(other, lead, follows))).split())
+
+    assert shown.index("A product overflows") < shown.index("The scale collapses") < shown.index("Two scalers")
+    assert shown.count("The scale collapses") == 1
 
 
 @pytest.mark.parametrize("render", [text.render, markdown.render, html.render], ids=["text", "markdown", "html"])
