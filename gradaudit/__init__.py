@@ -14,8 +14,11 @@ from gradaudit.errors import CaptureError, GradauditError, RunCorrupt, RunExists
 
 if TYPE_CHECKING:
     from gradaudit.analysis.audit import audit as audit
+    from gradaudit.analysis.batch import BatchReplay as BatchReplay
+    from gradaudit.analysis.probe import ProbeResult as ProbeResult
     from gradaudit.analysis.report import AuditReport as AuditReport
     from gradaudit.capture.apply import apply as apply
+    from gradaudit.rerun import replay_batch as replay_batch
     from gradaudit.session import Audit as Audit
     from gradaudit.session import attach as attach
     from gradaudit.store import Run as Run
@@ -25,18 +28,23 @@ if TYPE_CHECKING:
 _LAZY = {
     "Audit": "gradaudit.session",
     "AuditReport": "gradaudit.analysis.report",
+    "ProbeResult": "gradaudit.analysis.probe",
     "Run": "gradaudit.store",
     "apply": "gradaudit.capture.apply",
+    "BatchReplay": "gradaudit.analysis.batch",
     "attach": "gradaudit.session",
     "audit": "gradaudit.analysis.audit",
     "open_run": "gradaudit.store",
+    "replay_batch": "gradaudit.rerun",
 }
 
 __all__ = [
     "Audit",
     "AuditReport",
+    "BatchReplay",
     "CaptureError",
     "GradauditError",
+    "ProbeResult",
     "Run",
     "RunCorrupt",
     "RunExists",
@@ -47,6 +55,7 @@ __all__ = [
     "attach",
     "audit",
     "open_run",
+    "replay_batch",
 ]
 
 

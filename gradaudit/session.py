@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from gradaudit.capture.settings import CaptureSettings
 from gradaudit.store.folders import default_folder
 
 if TYPE_CHECKING:
+    from gradaudit.analysis.probe import ProbeResult
     from gradaudit.analysis.report import AuditReport
 
 
@@ -48,6 +49,36 @@ class Audit:
         """
         self._recording.close(error)
 
+    def probe(self, closure: Callable[[], torch.Tensor], *, scales: Sequence[float] | None = None) -> ProbeResult:
+        """Run one batch at several loss scales: is it the forward or the backward that fails, and which scale is safe?
+
+        Nothing of it is recorded, and the training stays bit-identical: weights, buffers, gradients, random numbers,
+        training flags and the scaler's state are put back, also where the closure raises. What the closure changes
+        outside models, optimizers and scalers (a data iterator, a generator of its own) is not.
+
+        Example:
+            def one_batch():
+                with torch.autocast("cuda", dtype=torch.float16):
+                    return criterion(model(x), y)
+
+            print(audit.probe(one_batch).verdict)
+
+        Args:
+            closure: Runs the forward of one batch, with its autocast, and returns the unscaled loss. It is called
+                once per scale, each time with the same random numbers.
+            scales: Scales to try. None: powers of two from 1 upwards to the first that overflows, 2^24 at most;
+                downwards from 1, to 2^-24 at most, where 1 overflows.
+
+        Raises:
+            RuntimeError: The closure stepped an optimizer, or stepped or updated a scaler.
+            ValueError: It returned no loss, or a scale is not a positive number.
+
+        Sync: waits for the device at every scale.
+        """
+        from gradaudit.rerun import probe
+
+        return probe(self._recording.known(), closure, scales)
+
     def report(self) -> AuditReport:
         """Close the recording and audit the run.
 
@@ -73,6 +104,8 @@ def attach(
     budget: float | None = None,
     include: str | Sequence[str] = (),
     exclude: str | Sequence[str] = (),
+    origin: str = "auto",
+    save_batch: bool = False,
     force: bool = False,
 ) -> Audit:
     """Record the training that follows, until the returned object is closed.
@@ -93,6 +126,11 @@ def attach(
         budget: Percent of step time that recording may cost; lengthens the interval.
         include: fqn globs; only these get histograms.
         exclude: fqn globs; these get none.
+        origin: "auto" traces the operations of the forward after a fault, with the user's lines; "always" those of
+            every step, from the first on.
+        save_batch: Keep the batch of a step that fails, for `gradaudit.replay_batch`: at most three a run. Costs a
+            copy of every batch and, once a step, of the weights, on their device, and waits for the device at the end
+            of every step.
         force: Whether a run already in `out` may be replaced.
 
     Raises:
@@ -104,7 +142,14 @@ def attach(
     """
     if not isinstance(model, torch.nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; pass the torch.nn.Module that is trained.")
-    settings = CaptureSettings(every=every, budget=budget, include=_patterns(include), exclude=_patterns(exclude))
+    settings = CaptureSettings(
+        every=every,
+        budget=budget,
+        include=_patterns(include),
+        exclude=_patterns(exclude),
+        origin=origin,
+        save_batch=save_batch,
+    )
     path = Path(out) if out is not None else default_folder(sys.argv[0] if sys.argv else "")
     argv = [shorten(arg) if os.path.isabs(arg) else arg for arg in sys.argv]
     recording = Recording(path, settings, argv=argv, force=force)

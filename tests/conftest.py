@@ -31,6 +31,9 @@ def leave_no_trace() -> Iterator[None]:
     torch = sys.modules.get("torch")
     if torch is not None:
         torch.set_num_threads(1)
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is not None:
+        eval_frame.cached_backends.clear()  # what other tests compiled is no concern of this one
     yield
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -73,5 +76,5 @@ def hooks_and_functions(torch: ModuleType) -> list[Any]:
     for cls in (scaler, *scaler.__subclasses__()):
         found += [cls.__dict__.get(name) for name in SCALER_METHODS]
         found.append(cls.__dict__.get("__init_subclass__"))
-    found.append(torch.amp.autocast_mode.autocast.__enter__)
+    found += [torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__]
     return found

@@ -9,33 +9,29 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from gradaudit.capture.calls import CallLog
-from gradaudit.capture.graph import GradientPlace, Marks, Walk, hook_graph
+from gradaudit.capture.batches import Batches
+from gradaudit.capture.calls import CallLog, Calls, Moment, Row, known_number
+from gradaudit.capture.escalation import Escalation
+from gradaudit.capture.forward import Forward
+from gradaudit.capture.gradwatch import GradWatch
+from gradaudit.capture.graph import GradientPlace
 from gradaudit.capture.guard import guarded, one_line, warn_once
-from gradaudit.capture.names import LOSS, Name, Names, Running
-from gradaudit.capture.reading import (
-    descends_from,
-    floating_tensors,
-    found_inf,
-    known_on_host,
-    largest,
-    largest_each,
-    mean,
-    next_sequence,
-    noise_gain,
-)
+from gradaudit.capture.losses import Losses
+from gradaudit.capture.names import Names
+from gradaudit.capture.passes import Backward, Passes
+from gradaudit.capture.reading import found_inf, known_on_host
 from gradaudit.capture.recorder import Recorder
-from gradaudit.capture.registry import Registry, TensorEntry
+from gradaudit.capture.registry import Known, Registry
 from gradaudit.capture.settings import CaptureSettings, Sampler
-from gradaudit.capture.statistic import tensor_row
-from gradaudit.capture.steps import OpenStep, Window, copy_of, make_packet
-
-NUM_SCALED_OUTPUTS = 256
-"""Outputs of scaler.scale remembered by sequence number; a step makes one per loss and micro-step."""
+from gradaudit.capture.setup import Setup, without_gradient
+from gradaudit.capture.steps import OpenStep, Window, make_packet, open_step, traced_ops, unfinished
+from gradaudit.capture.weights import Buffers
 
 
 class Auditor:
@@ -60,40 +56,66 @@ class Auditor:
         self._sampling = True
         self._window = Window()
         self._shared_window = Window()
-        self._marks = Marks()
-        self._depth = 0
-        self._in_backward = 0
-        self._running: list[Running] = []
-        self._scaled_losses: dict[int, torch.Tensor] = {}
-        self._gradients_scaled = False
+        always = settings.origin == "always"
+        self._forward = Forward(self.names, self._registry, self, self._window, armed=always)
+        self._escalation = Escalation(always=always, initial=self._registry.scale_settings)
+        self._losses = Losses()
+        self._gradients = GradWatch()
+        self._buffers = Buffers(self.names)
+        self._setup = Setup(self._registry)
         self._open: dict[int, OpenStep] = {}
         self._stepping: dict[int, bool] = {}
         self._num_updates: dict[int, int] = {}
-        self._calls = CallLog()
+        self._log = CallLog()
+        parts = (self._losses, self._gradients, self._log)
+        self._passes = Passes(self.names, self._registry, self._forward, *parts, self._now)
+        self.calls = Calls(self, self._registry, *parts, self._now)
         self._errors: list[str] = []
 
-    def start(self, recorder: Recorder) -> None:
-        """Begin to hand over rows."""
-        self._recorder = recorder
+    def start(self, recorder: Recorder, batches: Batches) -> None:
+        """Begin to hand over rows, and to keep batches."""
+        self._recorder = self._log.recorder = recorder
+        recorder.on_step = self._escalation.finished
+        self._forward.batches = batches
 
     @guarded
     def introduce(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any) -> None:
         """Note a model, an optimizer and a scaler before their first use. Sync: none."""
         if model is not None:
             self.names.add_root(model)
+            self._buffers.look()
         if scaler is not None:
             self._registry.scaler(scaler)
         if optimizer is not None:
             self._registry.optimizer(optimizer)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing that happens inside is recorded, or counted as time of a step."""
+        self._gradients.stop_looking()  # every gradient will be set aside for a while
+        was_tracing = self._forward.tracing.pause()
+        off, self.off, start = self.off, True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self.off = off
+            self._last_close += time.perf_counter() - start
+            if was_tracing:
+                self._resume_trace()
+
+    def known(self) -> Known:
+        """The models, parameters and scalers seen so far and still alive. Sync: none."""
+        return self._registry.known()
 
     def fail(self, error: Exception) -> None:
         """Switch capture off, say so once, let go of what was gathered, and leave a note in the run."""
         if self.off:
             return
         self.off = True
+        self._gradients.stop_looking()
         self._window, self._shared_window = Window(), Window()
         self._open.clear()
-        self._running.clear()
+        self._forward.clear()
         reason = one_line(error)
         self._errors.append(f"capture stopped at step {self._step}: {reason}")
         warn_once(self._step, reason)
@@ -101,128 +123,93 @@ class Auditor:
     # Forward
 
     @guarded
-    def on_forward_start(self, module: torch.nn.Module) -> None:
+    def on_forward_start(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A module's forward begins. Sync: none."""
-        if threading.get_ident() != self._thread:
-            return
-        self._depth += 1
-        if not torch.is_grad_enabled():
-            return
-        if self._depth == 1 and not self._in_backward:
-            self.names.add_root(module)
-            self._running.clear()
-            self._marks.trim()
-        if self._sampling:
-            name = self.names.module(module)
-            if name is None:
-                caller = self._running[-1] if self._running else None
-                name = LOSS if caller is None else self.names.child(module, caller)
-            self._running.append(Running(name, type(module).__name__, module))
-            self._marks.mark(next_sequence(), name, type(module).__name__)
+        self._forward.start(module, args)
+        self._buffers.look()
 
     @guarded
     def on_forward_end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over, even when it raised. Sync: none."""
-        if threading.get_ident() != self._thread:
-            return
-        self._depth = max(self._depth - 1, 0)
-        if not torch.is_grad_enabled():
-            return
-        if self._depth == 0 and not self._in_backward and not self._window.full:
-            self._window.inputs += [largest(x) for x in floating_tensors(inputs)]
-        if self._sampling and self._running:
-            ended = self._running.pop()
-            caller = self._running[-1] if self._running else None
-            self._marks.mark(next_sequence(), caller.name if caller else LOSS, caller.module_class if caller else "")
-            if not self._in_backward and not self._window.full:
-                self._note_outputs(ended.name, ended.module_class, output)
-                self._note_noise_gain(module, inputs)
+        self._forward.end(module, inputs, output)
 
-    def _note_outputs(self, name: Name, module_class: str, output: Any) -> None:
-        for i, tensor in enumerate(floating_tensors(output)):
-            if tensor.grad_fn is not None:
-                place = (tensor.grad_fn._sequence_nr(), tensor.output_nr)
-                self._marks.outputs.setdefault(place, (name, module_class))
-            if self._registry.wanted(name):
-                entry = self._registry.tensor(("output", name, i), "output", name, module_class)
-                self._add_row(entry, tensor, scaled=False, keep_histogram=False)
+    @guarded
+    def on_op_start(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """torch is about to run an operation of a traced forward. Sync: none."""
+        return self._forward.tracing.start(func, args, kwargs)
 
-    def _note_noise_gain(self, module: torch.nn.Module, inputs: Any) -> None:
-        found = noise_gain(module, inputs)
-        entry = None if found is None else self._registry.param(found[0])
-        if found is not None and entry is not None:
-            self._window.gain_tensors.append(entry.id)
-            self._window.gains.append(found[1])
+    @guarded
+    def on_op_end(self, started: Any, out: Any) -> None:
+        """It returned. Sync: none."""
+        self._forward.tracing.end(started, out)
 
     # Loss and backward
 
     @guarded
     def on_scale(self, scaler: Any, outputs: Any, scaled: Any) -> None:
         """`scaler.scale` returned. Sync: none."""
-        self._event("scaler.scale", scaler=scaler)
-        if not scaler.is_enabled():
-            return
-        for loss, tensor in zip(floating_tensors(outputs), floating_tensors(scaled), strict=True):
-            if tensor.grad_fn is not None:
-                self._scaled_losses[tensor.grad_fn._sequence_nr()] = mean(loss)
-        while len(self._scaled_losses) > NUM_SCALED_OUTPUTS:
-            del self._scaled_losses[next(iter(self._scaled_losses))]
+        identity = self._registry.scaler(scaler)
+        self._log.put(self._log.row("scaler.scale", self._now(), scaler=identity))
+        if scaler.is_enabled():
+            self._losses.scaled(identity, outputs, scaled)
 
     @guarded
-    def on_backward_start(self, tensors: Any) -> Walk | None:
-        """`backward` was called on these tensors. Sync: none."""
-        roots = [tensor for tensor in floating_tensors(tensors) if tensor.grad_fn is not None]
-        self._in_backward += 1
-        if self._in_backward == 1:
-            window = self._window
-            scaled = descends_from(roots, self._scaled_losses)
-            self._gradients_scaled = bool(scaled) or (self._gradients_scaled and window.num_backward > 0)
-            window.num_backward += 1
-            window.losses += [self._scaled_losses[number] for number in scaled] or [mean(root) for root in roots]
-            self._event("backward", scaled=bool(scaled))
-        if not self._sampling:
-            return None
-        walk = hook_graph(roots, self._marks, self.names, self._on_gradient)
-        for param, parents in walk.param_parents:
-            entry = self._registry.param(param)
-            if entry is not None:
-                entry.parent_keys = parents
-        return walk
+    def on_backward_start(self, tensors: Any) -> Backward:
+        """`backward` was called on these tensors; what is returned is for `on_backward_end`. Sync: none."""
+        return self._passes.start(tensors, self._on_gradient)
 
-    def on_backward_end(self, walk: Walk | None) -> None:
+    def on_backward_end(self, backward: Backward | None, error: BaseException | None) -> None:
         """`backward` returned or raised; capture may have been switched off meanwhile. Sync: none."""
-        self._in_backward = max(self._in_backward - 1, 0)
-        if walk is not None:
-            walk.remove()
+        self._forward.in_backward = max(self._forward.in_backward - 1, 0)
+        if backward is not None:
+            if backward.walk is not None:
+                backward.walk.remove()
+            self._end_backward(backward, error)
+        self._resume_trace()
+
+    @guarded
+    def _end_backward(self, backward: Backward, error: BaseException | None) -> None:
+        self._passes.end(backward, error)
+
+    @guarded
+    def _resume_trace(self) -> None:
+        self._passes.resume_trace()
 
     @guarded
     def _on_gradient(self, place: GradientPlace, grad: torch.Tensor) -> None:
-        if self._sampling and not self._window.full and self._registry.wanted(place.name):
-            entry = self._registry.tensor(
-                place.key, place.kind, place.name, place.module, op=place.op, exact=place.exact
-            )
-            entry.parent_keys = entry.parent_keys or place.parents
-            self._add_row(entry, grad, scaled=self._gradients_scaled, keep_histogram=True)
+        self._passes.take(place, grad)
 
     # The optimizer boundary
 
     @guarded
-    def on_unscale(self, scaler: Any, optimizer: Any) -> None:
-        """`scaler.unscale_` is about to divide the gradients. Sync: none."""
-        if scaler.is_enabled():
-            self._event("scaler.unscale_", optimizer=optimizer, scaler=scaler, scaled=True)
-            if id(optimizer) not in self._open:
-                self._open_step(optimizer, scaler)
+    def on_unscale(self, scaler: Any, optimizer: Any) -> Row | None:
+        """`scaler.unscale_` is about to divide the gradients; the row is for `calls.on_scaler_end`. Sync: none."""
+        self._forward.tracing.pause()
+        if not scaler.is_enabled():
+            return None
+        fresh = id(optimizer) not in self._open
+        self._look_for_changes(optimizer)
+        row = self._row("scaler.unscale_", optimizer, scaler, scaled=fresh)
+        if fresh:
+            self._open_step(optimizer, scaler)
+        return row
 
     @guarded
-    def on_scaler_step_start(self, scaler: Any, optimizer: Any) -> None:
-        """`scaler.step` was called. Sync: none."""
-        if scaler.is_enabled():
-            fresh = id(optimizer) not in self._open
-            self._event("scaler.step", optimizer=optimizer, scaler=scaler, scaled=fresh)
-            if fresh:
-                self._open_step(optimizer, scaler)
-            self._stepping[id(optimizer)] = False
+    def on_scaler_step_start(self, scaler: Any, optimizer: Any) -> Row | None:
+        """`scaler.step` was called; the row is for `calls.on_scaler_end`. Sync: none."""
+        self._forward.tracing.pause()
+        if not scaler.is_enabled():
+            return None
+        fresh = id(optimizer) not in self._open
+        if fresh:
+            self._look_for_changes(optimizer)
+        row = self._row("scaler.step", optimizer, scaler, scaled=fresh)
+        if fresh:
+            self._open_step(optimizer, scaler)
+        if not any(self._open[id(optimizer)].present):
+            row["detail"] = without_gradient(optimizer, self.names, self._forward.ran)
+        self._stepping[id(optimizer)] = False
+        return row
 
     @guarded
     def on_scaler_step_end(self, scaler: Any, optimizer: Any, *, raised: bool) -> None:
@@ -232,11 +219,13 @@ class Auditor:
             self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=raised, held_back=not called)
 
     @guarded
-    def on_update(self, scaler: Any) -> None:
-        """`scaler.update` was called; the scale it holds is still the old one. Sync: none."""
+    def on_update(self, scaler: Any, new_scale: Any = None) -> Row | None:
+        """`scaler.update` was called, the scale is still the old one; for `calls.on_scaler_end`. Sync: none."""
         if not scaler.is_enabled():
-            return
-        self._event("scaler.update", scaler=scaler)
+            return None
+        row = self._row("scaler.update", None, scaler, scaled=None)
+        if new_scale is not None:
+            row["detail"] = {"new_scale": known_number(new_scale)}
         identity = self._registry.scaler(scaler)
         for optimizer in self._registry.known_optimizers():
             opened = self._open.get(id(optimizer))
@@ -244,21 +233,20 @@ class Auditor:
                 # unscaled, then left alone: an attempt that the script itself gave up
                 self._close_step(optimizer, found=found_inf(scaler, optimizer), given_up=True)
         self._num_updates[identity] = self._num_updates.get(identity, 0) + 1
-
-    @guarded
-    def on_load_state(self, scaler: Any) -> None:
-        """`scaler.load_state_dict` returned. Sync: none."""
-        self._event("scaler.load_state_dict", scaler=scaler)
-        self._registry.mark_loaded(scaler)
+        return row
 
     @guarded
     def on_optimizer_start(self, optimizer: Any, *, has_closure: bool) -> None:
         """`optimizer.step` begins, called by the scaler or by the script. Sync: none."""
+        self._forward.tracing.pause()
         if id(optimizer) in self._stepping:
             self._stepping[id(optimizer)] = True
             return
-        self._event("optimizer.step", optimizer=optimizer, scaled=self._gradients_scaled)
         opened = self._open.get(id(optimizer))
+        if opened is None:
+            self._look_for_changes(optimizer)
+        scaled = self._now().is_scaled([self._registry.optimizer(optimizer)])
+        self._log.put(self._row("optimizer.step", optimizer, None, scaled=scaled))
         if opened is not None and opened.scaler is None:
             self._close_step(optimizer, found=[], given_up=True)  # the last one raised, and the script went on
         if not has_closure and id(optimizer) not in self._open:
@@ -274,42 +262,48 @@ class Auditor:
         self._close_step(optimizer, found=[])
 
     @guarded
-    def on_call(self, name: str, *, optimizer: Any = None, detail: str | None = None) -> None:
-        """Any other call of the call-order log. Sync: none."""
-        unscaled = any(opened.scaler is not None for opened in self._open.values())
-        self._event(name, optimizer=optimizer, scaled=self._gradients_scaled and not unscaled, detail=detail)
+    def on_zero_grad(self, optimizer: Any) -> None:
+        """`optimizer.zero_grad` was called. Sync: none."""
+        self._resume_trace()  # a step without modules begins with that, if with anything
+        self.calls.on_optimizer_call("optimizer.zero_grad", optimizer)
 
     @guarded
     def on_autocast(self, device: str, dtype: str, enabled: bool) -> None:
         """An autocast region was entered. Sync: none."""
-        self._calls.autocast(device, dtype, enabled=enabled)
+        self._log.autocast(device, dtype, enabled=enabled)
+        self._forward.tracing.enter_autocast(device, enabled=enabled)
+        if enabled and torch.is_grad_enabled():
+            self._resume_trace()
 
     @guarded
-    def close_open_steps(self) -> None:
-        """End of recording: attempts that were never finished are kept as such. Sync: none."""
+    def on_autocast_exit(self) -> None:
+        """An autocast region was left. Sync: none."""
+        self._forward.tracing.exit_autocast()
+
+    @guarded
+    def close_open_steps(self, *, failed: bool) -> None:
+        """End of recording, with an exception if it `failed`: unfinished attempts are kept as such. Sync: none."""
+        self._forward.batches.close(self._step, failed=failed)
+        self._gradients.stop_looking()
         for optimizer in self._registry.known_optimizers():
             if id(optimizer) in self._open:
                 self._close_step(optimizer, found=[], given_up=True)
+        ops = traced_ops(self._forward.tracing.notes, self.names.full)
+        if failed and self._recorder is not None and (self._window.rows or ops is not None):
+            self._recorder.put(unfinished(self._step, self._window, ops))
+        self._forward.clear()
+
+    def _look_for_changes(self, optimizer: Any) -> None:
+        """Whether somebody changed the gradients that are about to be used."""
+        identity, now = self._registry.optimizer(optimizer), self._now()
+        change = self._gradients.step_opens(identity, optimizer, scaled=now.is_scaled([identity]))
+        self._log.changed(change, now, identity)
 
     def _open_step(self, optimizer: Any, scaler: Any) -> None:
-        identity = self._registry.optimizer(optimizer)
-        slots = self._registry.param_slots(optimizer)
-        with_gradient = [(entry, param.grad) for _, param, entry in slots if param.grad is not None]
-        scaled = True if scaler is not None else self._gradients_scaled
-        self._open[id(optimizer)] = OpenStep(
-            optimizer=identity,
-            scaler=None if scaler is None else self._registry.scaler(scaler),
-            scaled=scaled,
-            # copies, since update() changes both in place
-            scale=copy_of(scaler, "_scale"),
-            tracker=copy_of(scaler, "_growth_tracker"),
-            present=[param.grad is not None for _, param, _ in slots],
-            amax=largest_each([grad for _, grad in with_gradient]),
+        scaled = True if scaler is not None else self._passes.gradients_scaled
+        self._open[id(optimizer)] = open_step(
+            self._registry, self._window, optimizer, scaler, scaled=scaled, sampling=self._sampling
         )
-        if self._sampling:
-            for entry, grad in with_gradient:
-                if self._registry.wanted(entry.name):
-                    self._add_row(entry, grad, scaled=scaled, keep_histogram=True)
 
     def _close_step(
         self, optimizer: Any, *, found: list[torch.Tensor], given_up: bool = False, held_back: bool = False
@@ -330,53 +324,62 @@ class Auditor:
         if self._recorder.error is not None:
             self.fail(self._recorder.error)
             return
-        self._recorder.put(make_packet(step, opened, seen, window, found))
-        self._next_step(overflowed=held_back or known_on_host(found))
-
-    def _next_step(self, *, overflowed: bool) -> None:
-        now = time.perf_counter()
-        self._sampler.measured(
-            self.cost_s - self._cost_at_close_s, now - self._last_close, sampled=bool(self._window.rows)
+        tracing = self._forward.tracing
+        step["traced"] = tracing.is_whole
+        ops = traced_ops(tracing.notes, self.names.full)
+        was_applied = not given_up and not held_back
+        if was_applied:
+            window.add_updates(opened.halves)
+        packet = make_packet(
+            step,
+            opened,
+            seen,
+            window,
+            found,
+            buffers=self._buffers.magnitudes() if self._sampling else None,
+            identify=self._registry.identify,
+            ops=ops,
+            armed=self._escalation.armed,
         )
+        self._forward.batches.step_closed(packet)
+        armed = self._escalation.closed(
+            packet,
+            held_back=held_back,
+            saw_fault=tracing.notes is not None and tracing.notes.saw_fault,
+            num_optimizers=self._registry.num_optimizers,
+        )
+        self._recorder.put(packet)
+        if was_applied and self._sampling:
+            self._log.put(self._setup.look_at_state(opened.optimizer, optimizer))
+        self._next_step(overflowed=held_back or known_on_host(found), armed=armed)
+
+    def _next_step(self, *, overflowed: bool, armed: bool) -> None:
+        now = time.perf_counter()
+        is_typical = bool(self._window.rows) and self._forward.tracing.notes is None  # a traced step costs more
+        self._sampler.measured(self.cost_s - self._cost_at_close_s, now - self._last_close, sampled=is_typical)
         self._last_close, self._cost_at_close_s = now, self.cost_s
         self._step += 1
-        was_sampling = self._sampling
         self._sampling = self._sampler.next(self._step, self._registry.num_optimizers, overflowed=overflowed)
-        if self._sampling and not was_sampling:
-            self._marks = Marks()
+        self._sampling |= armed
         if self._window.num_backward:
-            self._shared_window = Window(self._window.num_backward, self._window.losses, self._window.inputs)
+            window = self._window
+            self._shared_window = Window(window.num_backward, window.losses, window.inputs, window.scaled_losses)
+        self._losses.step_closed()
         self._window = Window()
+        self._forward.begin_step(self._window, sampling=self._sampling, armed=armed)
 
-    def _add_row(self, entry: TensorEntry, tensor: torch.Tensor, *, scaled: bool, keep_histogram: bool) -> None:
-        if entry.dtype is None:
-            entry.shape = () if tensor.is_nested else tuple(tensor.shape)
-            entry.dtype = str(tensor.dtype).removeprefix("torch.")
-        window = self._window
-        with torch.no_grad():
-            window.rows.append(tensor_row(tensor))
-        window.columns.append((entry.id, scaled, len(window.columns), keep_histogram))
-
-    def _event(
-        self,
-        name: str,
-        *,
-        optimizer: Any = None,
-        scaler: Any = None,
-        scaled: bool | None = None,
-        detail: str | None = None,
-    ) -> None:
-        event = self._calls.event(
+    def _row(self, name: str, optimizer: Any, scaler: Any, *, scaled: bool | None) -> Row:
+        return self._log.row(
             name,
-            None if optimizer is None else self._registry.optimizer(optimizer),
+            self._now(),
+            optimizer=None if optimizer is None else self._registry.optimizer(optimizer),
             scaler=None if scaler is None else self._registry.scaler(scaler),
-            step=self._step,
-            micro_step=self._window.num_backward,
             scaled=scaled,
-            detail=detail,
         )
-        if self._recorder is not None:
-            self._recorder.put_event(event)
+
+    def _now(self) -> Moment:
+        unscaled = frozenset(opened.optimizer for opened in self._open.values() if opened.scaler is not None)
+        return Moment(self._step, self._window.num_backward, self._passes.gradients_scaled, unscaled)
 
     def describe(self) -> dict[str, Any]:
         """run.json as of now; called in the writer thread."""
@@ -384,8 +387,10 @@ class Auditor:
             **self._run,
             "heartbeat_at": time.time(),
             **self._registry.describe(),
-            "autocast": list(self._calls.autocasts),
-            "errors": list(self._errors),
+            **self._setup.describe(self.names, self._forward.hidden),
+            "autocast": list(self._log.autocasts),
+            "errors": [*self._errors, *self._forward.tracing.errors, *self._forward.batches.errors],
+            "batches": list(self._forward.batches.saved),
             "drops": {"sampled_steps": self._recorder.num_dropped if self._recorder is not None else 0},
             "cost": {
                 "recording_s": round(self.cost_s, 3),

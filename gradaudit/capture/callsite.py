@@ -18,6 +18,12 @@ _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = os.sep + "site-packages" + os.sep
 
 
+_USER, _LIBRARY, _PASSED_OVER = range(3)
+
+_files: dict[str, tuple[int, str]] = {}
+"""Whose a source file is, and its shortened name; as many entries as a process has source files."""
+
+
 def user_call_site() -> tuple[str | None, int | None]:
     """File and line of the innermost frame outside torch, gradaudit and the libraries around them.
 
@@ -27,18 +33,37 @@ def user_call_site() -> tuple[str | None, int | None]:
 
     Sync: none.
     """
+    return call_site_of(sys._getframe(1))
+
+
+def call_site_of(frame: FrameType | None) -> tuple[str | None, int | None]:
+    """The call site as seen from a frame: the user's innermost line in it or around it. Sync: none."""
     fallback: FrameType | None = None
-    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith((_PACKAGE, _TORCH, "<")):
-            if _SITE not in name and not name.startswith(_STDLIB):
-                return shorten(name), frame.f_lineno
-            fallback = fallback or frame
+        whose, short = _files.get(name) or _classify(name)
+        if whose == _USER:
+            return short, frame.f_lineno
+        if whose == _LIBRARY and fallback is None:
+            fallback = frame
         frame = frame.f_back
     if fallback is not None:
         return shorten(fallback.f_code.co_filename), fallback.f_lineno
     return None, None
+
+
+def is_users(filename: str) -> bool:
+    """Whether a source file is neither torch's, gradaudit's nor another library's."""
+    return (_files.get(filename) or _classify(filename))[0] == _USER
+
+
+def _classify(filename: str) -> tuple[int, str]:
+    if filename.startswith((_PACKAGE, _TORCH, "<")):
+        whose = _PASSED_OVER
+    else:
+        whose = _LIBRARY if _SITE in filename or filename.startswith(_STDLIB) else _USER
+    _files[filename] = found = (whose, shorten(filename))
+    return found
 
 
 def shorten(path: str) -> str:

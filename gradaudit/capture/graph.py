@@ -74,6 +74,9 @@ COPY_OPS = VIEW_OPS | frozenset(
 
 CAST_OPS = frozenset({"ToCopy"})
 
+COMPILED_OP = "CompiledFunction"
+"""What torch.compile makes of everything it compiled together."""
+
 MAX_MARKS = 100_000
 """Some ten forwards of a model with 5,000 module calls."""
 
@@ -111,7 +114,11 @@ class Marks:
 
 @dataclass(slots=True)
 class GradientPlace:
-    """A gradient tensor to be recorded: what run.json's tensors table says of it."""
+    """A gradient tensor to be recorded: what run.json's tensors table says of it.
+
+    `sequence` is the number of the node whose operation made the tensor in the forward or, for an addend of a
+    gradient, used it.
+    """
 
     key: Key
     kind: str
@@ -120,6 +127,7 @@ class GradientPlace:
     op: str
     parents: tuple[Key, ...]
     exact: bool
+    sequence: int
 
 
 @dataclass(slots=True)
@@ -145,10 +153,14 @@ Sink = Callable[[GradientPlace, torch.Tensor], None]
 
 @dataclass(slots=True)
 class Walk:
-    """Hooks on one backward pass; `remove` takes them off again."""
+    """Hooks on one backward pass; `remove` takes them off again.
+
+    `compiled` names the modules whose code holds a compiled function, which is one node here.
+    """
 
     handles: list[Any]
     param_parents: list[tuple[torch.Tensor, tuple[Key, ...]]]
+    compiled: list[Name]
 
     def remove(self) -> None:
         """Remove the hooks: the graph may outlive the pass."""
@@ -184,7 +196,8 @@ def hook_graph(roots: Sequence[torch.Tensor], marks: Marks, names: Names, sink: 
     for entry in ordered:
         if entry.slots or entry.edges:
             handles.append(entry.node.register_hook(partial(_hand_over, entry.slots, entry.edges, sink)))
-    return Walk(handles, param_parents)
+    compiled = [marks.owner(entry.sequence)[0] for entry in ordered if entry.op == COMPILED_OP]
+    return Walk(handles, param_parents, compiled)
 
 
 def _hand_over(
@@ -263,7 +276,7 @@ def _place(entry: _Node, slot: int, param: torch.Tensor | None, namer: _Namer, n
             op = f"{consumer.op} -> {entry.op}"
             key = namer.unique("edge", owner, op)
             exact = consumer.op in COPY_OPS and _copies(entry, slot, consumer)
-            place = GradientPlace(key, "op_grad", owner, module_class, op, consumer.resolved, exact)
+            place = GradientPlace(key, "op_grad", owner, module_class, op, consumer.resolved, exact, consumer.sequence)
             consumer.edges.append((edge, place))
             keys.append(key)
         parents: tuple[Key, ...] = tuple(keys)
@@ -294,7 +307,7 @@ def _place(entry: _Node, slot: int, param: torch.Tensor | None, namer: _Namer, n
     else:
         name, kind, op = owner, "op_grad", entry.op
     key = namer.unique(kind, name, op, slot)
-    entry.slots.append((slot, GradientPlace(key, kind, name, module_class, op, parents, exact)))
+    entry.slots.append((slot, GradientPlace(key, kind, name, module_class, op, parents, exact, entry.sequence)))
     entry.sources[slot] = (key,)
 
 

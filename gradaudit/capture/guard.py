@@ -6,12 +6,30 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 MAX_REASON = 200
 """Characters of an error's own text that are kept: torch lists every backend over a hundred lines."""
+
+
+class Owner(Protocol):
+    """Whose time it is, and who goes silent when something fails."""
+
+    off: bool
+    cost_s: float
+
+    def fail(self, error: Exception) -> None:
+        """Switch capture off."""
+
+
+_depth = 0
+
+
+def is_inside() -> bool:
+    """Whether what runs now is gradaudit's own doing."""
+    return _depth > 0
 
 
 def guarded(method: _Method) -> _Method:
@@ -24,6 +42,8 @@ def guarded(method: _Method) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         if self.off:
             return None
+        global _depth
+        _depth += 1
         start, before = time.perf_counter(), self.cost_s
         try:
             return method(self, *args, **kwargs)
@@ -31,13 +51,14 @@ def guarded(method: _Method) -> _Method:
             self.fail(error)
             return None
         finally:
+            _depth -= 1
             # nested calls have added their share already; the outer one's includes it
             self.cost_s = before + time.perf_counter() - start
 
     return call  # type: ignore[return-value]
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """An error as part of a sentence."""
     reason = next(iter(str(error).strip().splitlines()), "")[:MAX_REASON].rstrip(". ")
     return f"{type(error).__name__}: {reason}" if reason else type(error).__name__

@@ -75,13 +75,13 @@ class Names:
 
     def add_root(self, called: torch.nn.Module) -> None:
         """Learn the names below a module that was called from outside any module. Cheap when nothing is new."""
-        module = _unwrap(called)
+        module = unwrap(called)
         if module in self._modules:
             return
         if next(module.parameters(), None) is None:
             self._learn(module, Name(self._shared_root(type(module).__name__), ""))
             return
-        outer = _unwrap(enclosing_module(module) or module)
+        outer = unwrap(enclosing_module(module) or module)
         if outer is not module:
             known = self._modules.get(outer)
             if known is None:
@@ -98,7 +98,7 @@ class Names:
         known = self.module(module)
         if known is not None:
             return known
-        outer, module = _unwrap(caller.module), _unwrap(module)
+        outer, module = unwrap(caller.module), unwrap(module)
         is_bare = next(module.parameters(), None) is None
         below = outer.named_children() if is_bare else outer.named_modules()
         if any(child is module for _, child in below):
@@ -110,9 +110,19 @@ class Names:
             self.add_root(module)
         return self._modules[module]
 
+    @property
+    def num_roots(self) -> int:
+        """Models seen so far."""
+        return len(self._roots)
+
+    def roots(self) -> list[torch.nn.Module]:
+        """Models that have been called or introduced and are still alive."""
+        held = [root.module() for root in self._roots if root.module is not None]
+        return [module for module in held if module is not None]
+
     def module(self, module: torch.nn.Module) -> Name | None:
         """A module's name, None if its root has not been called."""
-        return self._modules.get(_unwrap(module))
+        return self._modules.get(unwrap(module))
 
     def param(self, param: torch.Tensor) -> Name | None:
         """A parameter's name, None if its module has not been called."""
@@ -121,6 +131,10 @@ class Names:
         if held is None or module is None or held.attribute not in module._parameters:
             return None
         return held.name if module._parameters[held.attribute] is param else None
+
+    def holder(self, param: torch.Tensor) -> torch.nn.Module | None:
+        """The module that holds a parameter, None if it has not been called."""
+        return None if self.param(param) is None else self._params[id(param)].module()
 
     def full(self, name: Name) -> str:
         """The fully qualified name as of now; a root's own is its class name."""
@@ -174,7 +188,8 @@ class Names:
         return len(self._roots) - 1
 
 
-def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
+def unwrap(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside of what distributes or compiles it."""
     while type(module).__name__ in _WRAPPERS:
         inner = getattr(module, "module", None) or getattr(module, "_orig_mod", None)
         if not isinstance(inner, torch.nn.Module):

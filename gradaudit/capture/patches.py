@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def install(auditor: Auditor) -> Undo:
         _hook_optimizers(auditor, undos)
         _wrap_scalers(auditor, undos)
         _wrap_backward(auditor, undos)
+        _wrap_clipping(auditor, undos)
         _wrap_other_calls(auditor, undos)
     except BaseException:
         _run_backwards(undos)
@@ -61,7 +62,7 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any], undos: list[Undo
 def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
     def before(module: torch.nn.Module, args: Any) -> None:
         if not _in_a_transform():
-            auditor.on_forward_start(module)
+            auditor.on_forward_start(module, args)
 
     def after(module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # a forward that raised is reported without its keywords, whatever was asked for
@@ -149,9 +150,17 @@ def _wrap_scalers(auditor: Auditor, undos: list[Undo]) -> None:
 
     for cls in (base, *_subclasses(base)):
         wrap(cls)
-    # FSDP's scaler is imported when it is first needed
+    # FSDP's scaler is imported when it is first needed; another recording may be waiting behind this one
+    outer = vars(base).get("__init_subclass__")
     base.__init_subclass__ = classmethod(wrap_subclass)
-    undos.append(lambda: delattr(base, "__init_subclass__"))
+    undos.append(functools.partial(_restore_subclassing, base, outer))
+
+
+def _restore_subclassing(base: Any, outer: Any) -> None:
+    if outer is None:
+        del base.__init_subclass__
+    else:
+        base.__init_subclass__ = outer
 
 
 def _scaler_observers(auditor: Auditor) -> dict[str, Callable[..., Any]]:
@@ -164,29 +173,59 @@ def _scaler_observers(auditor: Auditor) -> dict[str, Callable[..., Any]]:
         return scaled
 
     def unscale_(original: Any, self: Any, optimizer: Any) -> Any:
-        auditor.on_unscale(self, optimizer)
-        return original(self, optimizer)
+        with _Logged(auditor, auditor.on_unscale(self, optimizer)):
+            return original(self, optimizer)
 
     def step(original: Any, self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        auditor.on_scaler_step_start(self, optimizer)
-        try:
-            result = original(self, optimizer, *args, **kwargs)
-        except BaseException:
-            auditor.on_scaler_step_end(self, optimizer, raised=True)
-            raise
-        auditor.on_scaler_step_end(self, optimizer, raised=False)
-        return result
+        with _Logged(auditor, auditor.on_scaler_step_start(self, optimizer)):
+            try:
+                result = original(self, optimizer, *args, **kwargs)
+            except BaseException:
+                auditor.on_scaler_step_end(self, optimizer, raised=True)
+                raise
+            auditor.on_scaler_step_end(self, optimizer, raised=False)
+            return result
 
     def update(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        auditor.on_update(self)
-        return original(self, *args, **kwargs)
+        with _Logged(auditor, auditor.on_update(self, *args, **kwargs)):
+            return original(self, *args, **kwargs)
 
     def load_state_dict(original: Any, self: Any, state_dict: Any) -> Any:
         result = original(self, state_dict)
-        auditor.on_load_state(self)
+        auditor.calls.on_load_state(self)
         return result
 
-    return {observe.__name__: observe for observe in (scale, unscale_, step, update, load_state_dict)}
+    def get_scale(original: Any, self: Any) -> Any:
+        auditor.calls.on_get_scale(self)
+        return original(self)
+
+    def state_dict(original: Any, self: Any) -> Any:
+        return original(self)  # asks for the scale: its doing, not the user's
+
+    def __init__(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        given = inspect.signature(original).bind(self, *args, **kwargs)
+        given.apply_defaults()
+        auditor.calls.on_scaler_made(self, requested=bool(given.arguments.get("enabled", True)))
+
+    methods = (scale, unscale_, step, update, load_state_dict, get_scale, state_dict, __init__)
+    return {observe.__name__: observe for observe in methods}
+
+
+class _Logged:
+    """Around a call of a scaler's: hands over the row of its event when it returns or raises."""
+
+    __slots__ = ("_auditor", "_row")
+
+    def __init__(self, auditor: Auditor, row: Any) -> None:
+        self._auditor = auditor
+        self._row = row
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        self._auditor.calls.on_scaler_end(self._row, error)
 
 
 def _subclasses(cls: Any) -> list[type]:
@@ -198,38 +237,98 @@ def _wrap_backward(auditor: Auditor, undos: list[Undo]) -> None:
     # Tensor.backward and both kinds of checkpointing go through this name
     def make(original: Any) -> Any:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            walk = auditor.on_backward_start(tensors)
+            started = auditor.on_backward_start(tensors)
             try:
-                return original(tensors, *args, **kwargs)
-            finally:
-                auditor.on_backward_end(walk)
+                result = original(tensors, *args, **kwargs)
+            except BaseException as error:
+                auditor.on_backward_end(started, error)
+                raise
+            auditor.on_backward_end(started, None)
+            return result
 
         return backward
 
+    def make_grad(original: Any) -> Any:
+        def grad(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if _in_a_transform():
+                return original(outputs, *args, **kwargs)
+            create_graph = args[3] if len(args) > 3 else kwargs.get("create_graph", False)
+            row = auditor.calls.on_grad_start(outputs, create_graph=bool(create_graph))
+            try:
+                results = original(outputs, *args, **kwargs)
+            except BaseException as error:
+                auditor.calls.on_grad_end(row, None, error)
+                raise
+            auditor.calls.on_grad_end(row, results, None)
+            return results
+
+        return grad
+
     _replace(torch.autograd, "backward", make, undos)
+    _replace(torch.autograd, "grad", make_grad, undos)
 
 
-def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
-    def clip(original: Any, *, name: str) -> Any:
+def _wrap_clipping(auditor: Auditor, undos: list[Undo]) -> None:
+    nested = {"depth": 0}  # some call others
+
+    def clip(original: Any, *, name: str, limit_names: tuple[str, ...]) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
-            limit = args[1] if len(args) > 1 else kwargs.get("max_norm", kwargs.get("clip_value"))
-            auditor.on_call(name, detail=str(limit) if isinstance(limit, (int, float)) else None)
-            return original(*args, **kwargs)
+            if nested["depth"]:
+                return original(*args, **kwargs)
+            args, kwargs, parameters = _listed(args, kwargs)
+            limit = args[1] if len(args) > 1 else next((kwargs[n] for n in limit_names if n in kwargs), None)
+            has_norm = name == "clip_grads_with_norm_"
+            norm = (args[2] if len(args) > 2 else kwargs.get("total_norm")) if has_norm else None
+            started = auditor.calls.on_clip_start(name, parameters, limit, norm)
+            nested["depth"] += 1
+            try:
+                result = original(*args, **kwargs)
+            except BaseException as error:
+                auditor.calls.on_clip_end(started, None, error)
+                raise
+            finally:
+                nested["depth"] -= 1
+            auditor.calls.on_clip_end(started, result, None)
+            return result
 
         return call
 
-    for name in ("clip_grad_norm_", "clip_grad_value_"):
+    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
+        make = functools.partial(clip, name=name, limit_names=("max_norm", "clip_value"))
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            _replace(owner, name, functools.partial(clip, name=name), undos)
+            if name in vars(owner):
+                _replace(owner, name, make, undos)
 
+
+def _listed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """The arguments with their parameters as a list where they could be gone through only once, and the parameters."""
+    parameters = args[0] if args else kwargs.get("parameters")
+    if not isinstance(parameters, Iterator):
+        return args, kwargs, parameters
+    listed = list(parameters)
+    given = listed or (param for param in listed)  # torch warns of an empty generator, not of an empty list
+    if args:
+        return (given, *args[1:]), kwargs, listed
+    return args, {**kwargs, "parameters": given}, listed
+
+
+def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
     def zero_grad(original: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            auditor.on_call("optimizer.zero_grad", optimizer=self)
+            auditor.on_zero_grad(self)
             return original(self, *args, **kwargs)
 
         return call
 
+    def made(original: Any) -> Any:
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            auditor.calls.on_optimizer_made(self)
+
+        return call
+
     _replace(torch.optim.Optimizer, "zero_grad", zero_grad, undos)
+    _replace(torch.optim.Optimizer, "__init__", made, undos)
 
     nested = {"depth": 0}  # schedulers made of schedulers step those
 
@@ -238,7 +337,7 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
             # constructors call it too, their own and that of a scheduler around them
             is_set_up = ("_last_lr" in vars(self) or "best" in vars(self)) and not getattr(self, "_is_initial", False)
             if is_set_up and not nested["depth"]:
-                auditor.on_call("lr_scheduler.step", optimizer=getattr(self, "optimizer", None))
+                auditor.calls.on_optimizer_call("lr_scheduler.step", getattr(self, "optimizer", None))
             nested["depth"] += 1
             try:
                 return original(self, *args, **kwargs)
@@ -252,6 +351,16 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
         if issubclass(cls, lr_scheduler.LRScheduler):
             _replace(cls, "step", scheduler_step, undos)
 
+    def autocast_made(original: Any) -> Any:
+        def call(
+            self: Any, device_type: Any, dtype: Any = None, enabled: Any = True, *args: Any, **kwargs: Any
+        ) -> None:
+            original(self, device_type, dtype, enabled, *args, **kwargs)
+            if enabled and not self._enabled:
+                auditor.calls.on_autocast_refused(self.device, str(self.fast_dtype).removeprefix("torch."))
+
+        return call
+
     def enter(original: Any) -> Any:
         def call(self: Any) -> Any:
             auditor.on_autocast(self.device, str(self.fast_dtype).removeprefix("torch."), bool(self._enabled))
@@ -259,4 +368,13 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
 
         return call
 
+    def leave(original: Any) -> Any:
+        def call(self: Any, *args: Any) -> Any:
+            auditor.on_autocast_exit()
+            return original(self, *args)
+
+        return call
+
+    _replace(torch.amp.autocast_mode.autocast, "__init__", autocast_made, undos)
     _replace(torch.amp.autocast_mode.autocast, "__enter__", enter, undos)
+    _replace(torch.amp.autocast_mode.autocast, "__exit__", leave, undos)

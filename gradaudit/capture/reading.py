@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,30 +11,10 @@ import torch
 from gradaudit.capture.recorder import HostCopy
 from gradaudit.capture.statistic import dense_values
 
-MAX_NODES = 64
-"""Nodes searched for outputs of scaler.scale: a sum of losses is that deep, what lies below is the model."""
-
 
 def next_sequence() -> int:
     """The number the next autograd node of this thread will get."""
     return int(torch._C._autograd._get_sequence_nr())
-
-
-def descends_from(roots: Sequence[torch.Tensor], sequences: Collection[int]) -> list[int]:
-    """Which of the outputs of scaler.scale backward is called on, directly or within a few operations of their sum."""
-    found: list[int] = []
-    nodes: list[Any] = [root.grad_fn for root in roots] if sequences else []
-    seen = set(nodes)
-    for node in nodes:  # grows while it is walked
-        number = getattr(node, "_sequence_nr", None)
-        if callable(number) and number() in sequences:
-            found.append(number())
-            continue
-        producers = dict.fromkeys(producer for producer, _ in getattr(node, "next_functions", ()))
-        fresh = [producer for producer in producers if producer not in seen]
-        nodes += fresh[: max(MAX_NODES - len(nodes), 0)]
-        seen.update(fresh)
-    return found
 
 
 def floating_tensors(value: Any, depth: int = 0) -> list[torch.Tensor]:
@@ -106,19 +87,30 @@ def largest_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return list(torch._foreach_norm(flat, float("inf")))
 
 
+def norm_each(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """2-norm of many tensors in one multi-tensor call, in FP32 at least: in half it would overflow."""
+    flat = [_magnitudes(dense_values(tensor)[0]) for tensor in tensors]
+    if not flat:
+        return []
+    with torch.no_grad():
+        return list(torch._foreach_norm([x if x.element_size() > 2 else x.float() for x in flat], 2.0))
+
+
 def stack_scalars(values: list[torch.Tensor]) -> list[HostCopy]:
     """0-dim values as one copy per run of equal devices, in order."""
     copies: list[HostCopy] = []
     start = 0
     for i in range(1, len(values) + 1):
         if i == len(values) or values[i].device != values[start].device:
-            copies.append(HostCopy(torch.stack([v.detach().double().reshape(()) for v in values[start:i]])))
+            scalars = [v if v.dim() == 0 else v.reshape(()) for v in values[start:i]]
+            # stack widens to the widest of them
+            copies.append(HostCopy(torch.stack(scalars).detach().double()))
             start = i
     return copies
 
 
 def stack_rows(rows: list[torch.Tensor]) -> list[HostCopy]:
-    """Histogram rows as one copy per run of equal devices, in order."""
+    """Histogram rows, or readings of operations, as one copy per run of equal devices, in order."""
     copies: list[HostCopy] = []
     start = 0
     for i in range(1, len(rows) + 1):
@@ -126,6 +118,11 @@ def stack_rows(rows: list[torch.Tensor]) -> list[HostCopy]:
             copies.append(HostCopy(torch.stack(rows[start:i])))
             start = i
     return copies
+
+
+def plain(value: float) -> float | str:
+    """A number for JSON, which has no word for infinity and NaN."""
+    return float(value) if math.isfinite(value) else str(float(value))
 
 
 def found_inf(scaler: Any, optimizer: Any) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ behind, histograms are dropped and counted; step rows and events never are.
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import deque
@@ -17,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradaudit.capture.statistic import merge_rows, row_values
+from gradaudit.capture.opnotes import TracedOps, op_rows
+from gradaudit.capture.statistic import has_nonfinite, merge_rows, row_values
 from gradaudit.store.writer import RunWriter
 
 FLUSH_S = 2.0
@@ -35,7 +37,8 @@ class HostCopy:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._event: Any = None
-        if tensor.device.type == "cpu":
+        self.on_host = tensor.device.type == "cpu"
+        if self.on_host:
             self._host = tensor
         else:
             pinned = tensor.device.type == "cuda"
@@ -67,11 +70,48 @@ class SampledTensors:
 
 @dataclass(slots=True)
 class Packet:
-    """One step. `scalars` are device values in the order that `finish` expects; `finish` makes the step row of them."""
+    """One step. `scalars` are device values in the order that `finish` expects; `finish` makes the step row of them.
 
+    `found` says where among them the scaler's found_inf stand, `armed` whether the step was to be traced. Without
+    `has_row` the step never came to its end, and only what was seen of it is written.
+    """
+
+    step: int
+    scaler: int | None
     scalars: list[HostCopy]
+    found: slice
     finish: Callable[[np.ndarray], dict[str, Any]]
     samples: SampledTensors | None
+    ops: TracedOps | None
+    armed: bool
+    has_row: bool = True
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the host knows all of it already."""
+        return all(copy.on_host for copy in self.scalars)
+
+    def row(self) -> dict[str, Any]:
+        """The step row. Sync: waits for the copies; for the writer thread, or where waiting was asked for."""
+        scalars = [copy.numpy() for copy in self.scalars]
+        with np.errstate(all="ignore"):  # a mean of infs is no reason to warn the user
+            return self.finish(np.concatenate(scalars) if scalars else np.zeros(0))
+
+
+@dataclass(slots=True)
+class Pending:
+    """A row of the call-order log whose detail comes from a device, or something else that has to wait for one.
+
+    `finish` gets the values and returns the row, None where there is nothing to write.
+    """
+
+    scalars: list[HostCopy]
+    finish: Callable[[np.ndarray], dict[str, Any] | None]
+
+    def row(self) -> dict[str, Any] | None:
+        """The row. Sync: waits for the copies; for the writer thread."""
+        scalars = [copy.numpy() for copy in self.scalars]
+        return self.finish(np.concatenate(scalars) if scalars else np.zeros(0))
 
 
 class Recorder:
@@ -80,15 +120,18 @@ class Recorder:
     Args:
         writer: Where rows go; only this object's thread calls it from now on.
         describe: Returns run.json as of now; called in the writer thread.
+
+    `on_step` is told of every step row, in the writer thread.
     """
 
     def __init__(self, writer: RunWriter, describe: Callable[[], dict[str, Any]]) -> None:
         self.error: Exception | None = None
         self.num_dropped = 0
+        self.on_step: Callable[[Packet, dict[str, Any]], None] | None = None
         self._writer = writer
         self._describe = describe
         self._packets: deque[Packet] = deque()
-        self._events: deque[dict[str, Any]] = deque()
+        self._events: deque[dict[str, Any] | Pending] = deque()
         self._num_waiting_samples = 0
         self._wake = threading.Event()
         self._closing = False
@@ -99,7 +142,7 @@ class Recorder:
         """Queue one step. Sync: none."""
         if packet.samples is not None:
             if self._num_waiting_samples >= MAX_WAITING_SAMPLES:
-                packet.samples = None
+                packet.samples = packet.ops = None
                 self.num_dropped += 1
             else:
                 self._num_waiting_samples += 1
@@ -107,8 +150,8 @@ class Recorder:
                     self._wake.set()
         self._packets.append(packet)
 
-    def put_event(self, event: dict[str, Any]) -> None:
-        """Queue one row of the call-order log. Sync: none."""
+    def put_event(self, event: dict[str, Any] | Pending) -> None:
+        """Queue one row of the call-order log, its detail as a dict. Sync: none."""
         self._events.append(event)
 
     def close(self) -> None:
@@ -135,19 +178,40 @@ class Recorder:
             self.error = error
 
     def _drain(self) -> None:
-        steps, samples = [], []
+        steps, samples, ops = [], [], []
         for _ in range(len(self._packets)):  # not those that come meanwhile: they might never end
             packet = self._packets.popleft()
-            scalars = [copy.numpy() for copy in packet.scalars]
-            step = packet.finish(np.concatenate(scalars) if scalars else np.zeros(0))
-            steps.append(step)
+            step = packet.row()
+            if packet.has_row:
+                steps.append({**step, "traced": step["traced"] and packet.ops is not None})
+                if self.on_step is not None:
+                    self.on_step(packet, step)
             if packet.samples is not None:
                 samples += sample_rows(packet.samples, step)
                 self._num_waiting_samples -= 1
+            if packet.ops is not None:
+                ops += op_rows(packet.ops, packet.step)
         self._writer.append("steps", steps)
         self._writer.append("samples", samples)
+        self._writer.append("ops", ops)
         events = [self._events.popleft() for _ in range(len(self._events))]
-        self._writer.append("events", events)
+        rows = [event.row() if isinstance(event, Pending) else event for event in events]
+        self._writer.append("events", [event_row(row) for row in rows if row is not None])
+
+
+def event_row(event: dict[str, Any]) -> dict[str, Any]:
+    """A row of the call-order log as it is written: the detail as JSON."""
+    detail = event.get("detail")
+    return {**event, "detail": None if detail is None else json.dumps(detail, allow_nan=False)}
+
+
+def has_bad_outputs(samples: SampledTensors) -> bool:
+    """Whether an output of a module held a NaN or an inf; False where the host does not know. Sync: none."""
+    if not all(copy.on_host for copy in samples.rows):
+        return False
+    stacked = np.concatenate([copy.numpy() for copy in samples.rows])
+    outputs = np.array([not keep_histogram for *_, keep_histogram in samples.columns])
+    return has_nonfinite(stacked[outputs])
 
 
 def sample_rows(samples: SampledTensors, step: dict[str, Any]) -> list[dict[str, Any]]:

@@ -7,7 +7,8 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import torch
 from gradaudit._version import __version__
 from gradaudit.capture.apply import ScalerSettings, apply_to_new_scalers
 from gradaudit.capture.auditor import Auditor
+from gradaudit.capture.batches import Batches
 from gradaudit.capture.callsite import shorten
 from gradaudit.capture.patches import install
 from gradaudit.capture.recorder import Recorder
+from gradaudit.capture.registry import Known
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.errors import CaptureError
-from gradaudit.schema import RUN_FORMAT, SCHEMA_VERSION
+from gradaudit.schema import RUN_FORMAT, SCHEMA_VERSION, rank_dir
 from gradaudit.store.host import host_id
 from gradaudit.store.writer import RunWriter
 
@@ -80,7 +83,7 @@ class Recording:
         self._auditor = Auditor(settings, run)
         self._writer = RunWriter(path, rank=rank, meta=self._auditor.describe(), force=force)
         self._recorder = Recorder(self._writer, self._describe)
-        self._auditor.start(self._recorder)
+        self._auditor.start(self._recorder, Batches(path / rank_dir(rank) if settings.save_batch else None))
         self._unapply = None
         try:
             self._unapply = apply_to_new_scalers(apply) if apply is not None else None
@@ -96,6 +99,10 @@ class Recording:
         """Take names and settings from these before their first use. Sync: none."""
         self._auditor.introduce(model, optimizer, scaler)
 
+    def known(self) -> Known:
+        """The models, parameters and scalers seen so far and still alive. Sync: none."""
+        return self._auditor.known()
+
     def close(self, error: BaseException | None = None) -> None:
         """Stop recording and finish the run on disk; a second call does nothing.
 
@@ -110,9 +117,10 @@ class Recording:
         self._uninstall()
         if self._unapply is not None:
             self._unapply()
-        self._auditor.close_open_steps()
+        failed = error is not None and not _is_clean_exit(error)
+        self._auditor.close_open_steps(failed=failed and isinstance(error, Exception))
         self._ended = "ok"
-        if error is not None and not _is_clean_exit(error):
+        if error is not None and failed:
             self._ended = "exception"
             self._exception = _describe_exception(error)
         self._recorder.close()
@@ -130,6 +138,20 @@ class Recording:
             self._writer.write_meta()
         except OSError:
             pass  # the disk that made the recorder fail; the warning has been given
+
+
+@contextmanager
+def nothing_recorded() -> Iterator[None]:
+    """Whatever recording is open pauses; another may be opened and closed inside."""
+    held = list(_attached)
+    _attached.clear()
+    try:
+        with ExitStack() as pauses:
+            for recording in held:
+                pauses.enter_context(recording._auditor.paused())
+            yield
+    finally:
+        _attached[:] = held
 
 
 def _describe_settings(settings: ScalerSettings | None) -> dict[str, float] | None:

@@ -16,6 +16,9 @@ COST_SMOOTHING = 0.2
 """Weight of the newest measurement of the cost of a sampled step."""
 
 
+ORIGINS = ("auto", "always")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSettings:
     """Settings of one recording.
@@ -26,18 +29,24 @@ class CaptureSettings:
             limit.
         include: Only modules and parameters whose fqn matches one of these globs get histograms; empty means all.
         exclude: Those that match one of these do not.
+        origin: "auto" traces the operations of a forward after a fault, "always" those of every step.
+        save_batch: Whether the batch of a step that fails is kept, for `gradaudit.replay_batch`.
     """
 
     every: int = 10
     budget: float | None = None
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    origin: str = "auto"
+    save_batch: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.every, int) or self.every < 1:
             raise ValueError(f"every is {self.every}; it must be a whole number, 1 or more.")
         if self.budget is not None and not 0 < self.budget <= 100:
             raise ValueError(f"budget is {self.budget}; it must be above 0 and at most 100 (percent of step time).")
+        if self.origin not in ORIGINS:
+            raise ValueError(f"origin is {self.origin!r}; it must be one of {', '.join(ORIGINS)}.")
 
     def to_dict(self) -> dict[str, Any]:
         """As written to run.json."""

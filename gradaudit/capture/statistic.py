@@ -69,6 +69,25 @@ def tensor_row(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([first.unsqueeze(0), middle, scalars])
 
 
+def update_row(before: torch.Tensor, after: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    """The statistic of a weight's change, over some of its elements only.
+
+    Args:
+        before: The weight, dense.
+        after: The weight after its update.
+        counted: Boolean, of the same shape: the elements to count.
+
+    Returns:
+        Row as of `tensor_row`; its zeros are elements that did not change.
+
+    Sync: none.
+    """
+    change = torch.where(counted, after.detach().float() - before.float(), torch.nan)
+    row = tensor_row(change)
+    row.narrow(0, _NAN, 1).sub_(counted.numel() - torch.count_nonzero(counted))
+    return row
+
+
 def _count(exponent_N: torch.Tensor, num_exponents: int) -> torch.Tensor:
     if exponent_N.device.type == "cpu":
         # bincount's shape check reads the data, which costs nothing on the host and is twice as fast there
@@ -145,6 +164,11 @@ def merge_rows(rows_RW: np.ndarray) -> np.ndarray:
     # non-negative floats order like their bits
     merged[_AMAX] = rows_RW[:, _AMAX].max()
     return merged
+
+
+def has_nonfinite(rows_RW: np.ndarray) -> bool:
+    """Whether one of the tensors held a NaN or an inf."""
+    return bool(rows_RW[:, [_NAN, _INF]].any())
 
 
 def row_values(row_W: np.ndarray) -> dict[str, object]:

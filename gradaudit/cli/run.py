@@ -37,6 +37,19 @@ if TYPE_CHECKING:
     metavar="FILE|DIR",
     help="Use the settings recommended for this run, or in this JSON report, in the script's GradScaler.",
 )
+@click.option(
+    "--origin",
+    type=click.Choice(("auto", "always")),
+    default="auto",
+    show_default=True,
+    help="Trace the operations of the forward after a fault, or at every step.",
+)
+@click.option(
+    "--save-batch",
+    is_flag=True,
+    help="Keep the batch of a step that fails, to run it again with gradaudit.replay_batch. Every batch and, once a "
+    "step, the weights are copied for that.",
+)
 @click.option("--quiet", is_flag=True, help="Say nothing; only record.")
 @click.option("-m", "module", metavar="MODULE", help="Run a module instead of a script.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS...]")
@@ -50,6 +63,8 @@ def run(
     include: tuple[str, ...],
     exclude: tuple[str, ...],
     apply_from: Path | None,
+    origin: str,
+    save_batch: bool,
     quiet: bool,
     module: str | None,
     command: tuple[str, ...],
@@ -64,6 +79,7 @@ def run(
     recommendation = _recommendation(apply_from) if apply_from is not None else None
     session = _Session(folder, (target, *arguments), force, recommendation)
     session.settings = {"every": every, "budget": budget, "include": include, "exclude": exclude}
+    session.settings |= {"origin": origin, "save_batch": save_batch}
     with TorchWatcher(session.start):
         error = run_as_main(target, arguments, is_module=module is not None)
     if error is not None:

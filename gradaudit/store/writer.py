@@ -151,7 +151,7 @@ class RunWriter:
 def _clear(folder: Path) -> None:
     """Remove what a writer left here, files under a temporary name included."""
     patterns = [f"{prefix}{table}-*.parquet*" for table in TABLES for prefix in ("", ".")]
-    for pattern in (*patterns, RUN_FILE, f".{RUN_FILE}*"):
+    for pattern in (*patterns, "batch-*.pt", ".batch-*.pt.tmp", RUN_FILE, f".{RUN_FILE}*"):
         for old in folder.glob(pattern):
             old.unlink()
 

@@ -11,11 +11,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gradaudit.capture import reading
 from gradaudit.capture.auditor import Auditor
+from gradaudit.capture.batches import Batches
+from gradaudit.capture.names import Names
+from gradaudit.capture.opnotes import OpNotes, Surroundings
+from gradaudit.capture.opvalues import NUM_VALUES
 from gradaudit.capture.patches import install
-from gradaudit.capture.reading import largest_each, mean, mean_square, stack_rows, stack_scalars
-from gradaudit.capture.recorder import Packet, SampledTensors
+from gradaudit.capture.reading import largest_each, mean, mean_square, norm_each, stack_rows, stack_scalars
+from gradaudit.capture.recorder import Packet, Pending, SampledTensors
 from gradaudit.capture.settings import CaptureSettings
-from gradaudit.capture.statistic import ROW_WIDTH, tensor_row
+from gradaudit.capture.setup import state_facts
+from gradaudit.capture.statistic import ROW_WIDTH, tensor_row, update_row
+from gradaudit.capture.steps import traced_ops
 
 DTYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn,
@@ -32,8 +38,11 @@ pytestmark = [
 class PretendedCopy:
     """A copy to pinned memory needs a real device; what is asked here is only that it starts from one."""
 
+    on_host = False
+
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
+        self.on_host = tensor.device.type == "cpu"
 
 
 @pytest.fixture
@@ -50,7 +59,13 @@ WAITING: list[Callable[[torch.Tensor], Any]] = [
     bool,
 ]
 
-READINGS: list[Callable[[torch.Tensor], Any]] = [tensor_row, lambda x: largest_each([x, x]), mean, mean_square]
+READINGS: list[Callable[[torch.Tensor], Any]] = [
+    tensor_row,
+    lambda x: largest_each([x, x]),
+    lambda x: norm_each([x, x]),
+    mean,
+    mean_square,
+]
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -101,12 +116,12 @@ class Packets:
 
     def __init__(self) -> None:
         self.packets: list[Packet] = []
-        self.events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any] | Pending] = []
 
     def put(self, packet: Packet) -> None:
         self.packets.append(packet)
 
-    def put_event(self, event: dict[str, Any]) -> None:
+    def put_event(self, event: dict[str, Any] | Pending) -> None:
         self.events.append(event)
 
 
@@ -121,18 +136,18 @@ class FusedOptimizer(torch.optim.SGD):
             param.data.mul_(0.9)
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("change", ["none", "clip", "clip scaled", "by hand", "by hand on the data", "penalty"])
+@pytest.mark.parametrize(("sparse", "dtype"), [(False, torch.float32), (True, torch.float32), (False, torch.bfloat16)])
 def test_a_whole_training_step_is_observed_without_waiting(
-    monkeypatch: pytest.MonkeyPatch, *, clip: bool, sparse: bool
+    monkeypatch: pytest.MonkeyPatch, change: str, dtype: torch.dtype, *, sparse: bool
 ) -> None:
     monkeypatch.setattr(reading, "HostCopy", PretendedCopy)
     auditor, packets = Auditor(CaptureSettings(every=1), {}), Packets()
-    auditor.start(packets)  # type: ignore[arg-type]
+    auditor.start(packets, Batches(None))  # type: ignore[arg-type]
     uninstall = install(auditor)
     try:
-        train_without_data(clip=clip, sparse=sparse)
-        auditor.close_open_steps()
+        train_without_data(change, sparse=sparse, dtype=dtype)
+        auditor.close_open_steps(failed=False)
     finally:
         uninstall()
 
@@ -142,27 +157,57 @@ def test_a_whole_training_step_is_observed_without_waiting(
     assert all(isinstance(packet.samples, SampledTensors) for packet in packets.packets)
     copies = [copy.tensor for packet in packets.packets for copy in packet.scalars]  # type: ignore[attr-defined]
     assert "meta" in {tensor.device.type for tensor in copies}
-    assert {row["kind"] for row in run["tensors"]} == {"output", "output_grad", "op_grad", "param_grad"}
+    kinds = {"output", "output_grad", "op_grad", "param_grad"} | ({"update"} if dtype is torch.bfloat16 else set())
+    assert {row["kind"] for row in run["tensors"]} == kinds
+    waiting = [event for event in packets.events if isinstance(event, Pending)]
+    # whether data were changed behind torch's back only the device knows; where nobody did, too
+    assert len(waiting) == (6 if change.startswith("clip") else 3)
 
 
-def train_without_data(*, clip: bool, sparse: bool) -> None:
+def train_without_data(change: str, *, sparse: bool, dtype: torch.dtype) -> None:
     """Three steps under a scaler on meta tensors: torch's own loop has no operation that waits either."""
     with torch.device("meta"):
         model = torch.nn.Sequential(
-            torch.nn.Embedding(10, 8, sparse=sparse), torch.nn.Conv1d(4, 4, 3), torch.nn.ReLU(), torch.nn.Linear(6, 2)
-        )
+            torch.nn.Embedding(10, 8, sparse=sparse),
+            torch.nn.Conv1d(4, 4, 3),
+            torch.nn.BatchNorm1d(4),
+            torch.nn.ReLU(),
+            torch.nn.Linear(6, 2),
+        ).to(dtype)
     optimizer = FusedOptimizer(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu")  # a "cuda" one disables itself on a machine without
     for _ in range(3):
         optimizer.zero_grad()
         tokens = torch.zeros((5, 4), dtype=torch.int64, device="meta")
         loss = model(tokens).half().square().mean()
+        if change == "penalty":
+            (grad,) = torch.autograd.grad(scaler.scale(loss), [model[4].weight], create_graph=True)
+            loss = loss + grad.square().sum()
         scaler.scale(loss).backward()
-        if clip:
+        dense = [p for p in model.parameters() if not p.grad.is_sparse]
+        if change == "clip":
             scaler.unscale_(optimizer)
-            torch.nn.utils.clip_grad_norm_([p for p in model.parameters() if not p.grad.is_sparse], 1.0)
+        if change.startswith("clip"):
+            torch.nn.utils.clip_grad_norm_(dense, 1.0)
+        for p in dense:
+            if change == "by hand":
+                p.grad.mul_(0.5)
+            elif change == "by hand on the data":
+                p.grad.data.mul_(0.5)
         scaler.step(optimizer)
         scaler.update()
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_no_reading_of_weights_and_their_state_waits(dtype: torch.dtype) -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 3, device="cuda", dtype=dtype))
+    assert update_row(weight.detach().clone(), weight, weight.detach() != 0).shape == (ROW_WIDTH,)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    optimizer.state[weight] = {"main": torch.zeros(4, 3, device="cuda"), "momentum": torch.zeros_like(weight)}
+    facts = state_facts(optimizer)
+    assert facts is not None
+    assert [value.device.type for value in facts.equal] == ["cuda"]
 
 
 @pytest.mark.usefixtures("fake_cuda")
@@ -194,3 +239,41 @@ def test_a_copy_to_the_host_is_made_there_whatever_the_default_device(monkeypatc
     with FakeTensorMode(), torch.device("cuda"):
         HostCopy(torch.ones(3, device="cuda"))
     assert [host.device.type for host in made] == ["cpu"]
+
+
+aten = torch.ops.aten
+
+OPERATIONS: list[tuple[Any, Callable[[], tuple[Any, ...]]]] = [
+    (aten.mul.Tensor, lambda: (half_on_cuda(4, 6), half_on_cuda(4, 6))),
+    (aten.add_.Tensor, lambda: (half_on_cuda(4, 6), 1e-9)),
+    (aten._softmax.default, lambda: (half_on_cuda(4, 6), -1, False)),
+    (aten._to_copy.default, lambda: (torch.empty(4, 6, device="cuda"),)),
+    (aten.native_layer_norm.default, lambda: (half_on_cuda(4, 6), [6], None, None, 1e-5)),
+    (aten.mul.Tensor, lambda: (half_on_cuda(0, 6), half_on_cuda(0, 6))),
+    (aten.var_mean.correction, lambda: (half_on_cuda(4, 6), [1])),
+]
+
+
+def half_on_cuda(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, device="cuda", dtype=torch.float16)
+
+
+@pytest.mark.usefixtures("fake_cuda")
+@pytest.mark.parametrize("everything", [True, False])
+@pytest.mark.parametrize(("operation", "arguments"), OPERATIONS, ids=lambda value: str(value)[:24])
+def test_no_reading_of_a_traced_operation_waits(
+    operation: Any, arguments: Callable[[], tuple[Any, ...]], *, everything: bool
+) -> None:
+    notes = OpNotes(Names(), Surroundings(list, lambda device: False), everything=everything)
+    args = arguments()
+    kwargs = {"dtype": torch.float16} if operation is aten._to_copy.default else {}
+    started = notes.start(operation, args, kwargs)
+    assert started is not None
+    notes.end(started, operation(*args, **kwargs))
+    made = [row for row in notes.rows if row.op == str(operation)]
+    assert len(made) == 1
+    assert all(row.has_fp32 == (everything and row.numel > 0) for row in made)
+    assert all(isinstance(row.values, torch.Tensor) and row.values.device.type == "cuda" for row in notes.rows)
+    traced = traced_ops(notes, Names().full)
+    copies = [] if traced is None else [copy.tensor for copy in traced.copies]  # type: ignore[attr-defined]
+    assert [tuple(copy.shape) for copy in copies] == ([(len(notes.rows), NUM_VALUES)] if notes.rows else [])

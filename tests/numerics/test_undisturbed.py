@@ -29,6 +29,10 @@ BACKEND_STEPS = {"compiled": 6, "compiled in place": 6}
 """Compiling costs seconds."""
 
 
+UNTRACED = {"compiled", "compiled in place"}
+"""Under a dispatch mode compiled code would run other kernels."""
+
+
 @pytest.fixture(autouse=True)
 def nothing_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine, what is recorded here is recorded whole."""
@@ -91,13 +95,15 @@ def bits(x: torch.Tensor) -> torch.Tensor:
     return dense.view(torch.uint8) if dense.dim() else dense.reshape(1).view(torch.uint8)
 
 
-def check(recipe: Recipe, folder: Path, *, every: int, num_steps: int, attach_at: int = 0) -> gradaudit.Run:
+def check(
+    recipe: Recipe, folder: Path, *, every: int, num_steps: int, attach_at: int = 0, origin: str = "auto"
+) -> gradaudit.Run:
     train(recipe, num_steps=1)  # some of torch's own warnings come once a process
     plain, plain_warnings = train(recipe, num_steps=num_steps)
 
     def attach(training: Training) -> gradaudit.Audit:
         optimizer = training.optimizers[0] if training.optimizers else None
-        return gradaudit.attach(training.modules[0], optimizer, training.scaler, out=folder, every=every)
+        return gradaudit.attach(training.modules[0], optimizer, training.scaler, out=folder, every=every, origin=origin)
 
     watched, watched_warnings = train(recipe, num_steps=num_steps, attach=attach, attach_at=attach_at)
     assert list(differences(plain, watched)) == []
@@ -123,6 +129,18 @@ def test_a_training_is_bit_identical_and_recorded_whole(name: str, every: int, t
         assert run.steps.sampled.mean() > 0.4  # optimizers that share a backward share its samples
     names = {tensor.fqn for tensor in run.tensors() if tensor.kind == "param_grad"}
     assert not any(name.startswith(("parameter ", "SGD.", "Adam")) for name in names)
+
+
+NUM_TRACED_STEPS = 12
+"""Enough for a scale that comes down and grows again; a traced step takes several times as long."""
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_tracing_every_step_changes_nothing_either(name: str, tmp_path: Path) -> None:
+    num_steps = BACKEND_STEPS.get(name, NUM_TRACED_STEPS)
+    run = check(RECIPES[name], tmp_path / "run", every=100, num_steps=num_steps, origin="always")
+    assert len(run.steps) == num_steps * RECIPES[name]().num_updates
+    assert bool(run.ops()) == (name not in UNTRACED)
 
 
 @pytest.mark.parametrize("attach_at", [0, 3])

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import gradaudit
-from gradaudit.capture import auditor, graph, recorder, steps
+from gradaudit.capture import auditor, forward, graph, passes, recorder, steps
 from gradaudit.capture.recorder import HostCopy, Packet, Recorder, SampledTensors
 from gradaudit.capture.statistic import tensor_row
 from gradaudit.store import Run, open_run
@@ -125,15 +125,15 @@ def test_a_hook_that_fails_turns_capture_off_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     # inside the guard: what a method calls fails, not the method itself
-    inner = {
-        "on_forward_start": "next_sequence",
-        "on_forward_end": "floating_tensors",
-        "on_backward_start": "hook_graph",
-        "_on_gradient": "tensor_row",
-        "on_scaler_step_start": "largest_each",
-        "on_update": "make_packet",
+    place, inner = {
+        "on_forward_start": (forward, "next_sequence"),
+        "on_forward_end": (forward, "floating_tensors"),
+        "on_backward_start": (passes, "hook_graph"),
+        "_on_gradient": (steps, "tensor_row"),
+        "on_scaler_step_start": (steps, "largest_each"),
+        "on_update": (auditor, "make_packet"),
     }[method]
-    original, num_calls = getattr(auditor, inner), []
+    original, num_calls = getattr(place, inner), []
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         num_calls.append(1)
@@ -141,7 +141,7 @@ def test_a_hook_that_fails_turns_capture_off_and_says_so_once(
             raise ZeroDivisionError("a bug of gradaudit's\nwith a second line")
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(auditor, inner, fail)
+    monkeypatch.setattr(place, inner, fail)
     with told_once(r"stopped recording at step \d \(ZeroDivisionError: a bug of gradaudit's\)"):
         run, weight = train(tmp_path / "run")
     assert len(num_calls) == 3
@@ -157,7 +157,7 @@ def test_a_failure_under_warnings_as_errors_is_still_no_exception(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(auditor, "largest_each", fail)
+    monkeypatch.setattr(steps, "largest_each", fail)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run, _ = train(tmp_path / "run")
@@ -168,7 +168,7 @@ def test_ctrl_c_inside_a_hook_is_the_users(tmp_path: Path, monkeypatch: pytest.M
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(auditor, "largest_each", interrupt)
+    monkeypatch.setattr(steps, "largest_each", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run")
     assert open_run(tmp_path / "run").ended == "exception"
@@ -181,7 +181,7 @@ def test_after_a_failure_no_hook_stays_on_a_graph_that_lives_on(
         raise ZeroDivisionError
 
     handles: list[Any] = []
-    hook_graph = auditor.hook_graph
+    hook_graph = passes.hook_graph
 
     def remember(*args: Any) -> Any:
         walk = hook_graph(*args)
@@ -189,8 +189,8 @@ def test_after_a_failure_no_hook_stays_on_a_graph_that_lives_on(
         assert walk.handles
         return walk
 
-    monkeypatch.setattr(auditor, "hook_graph", remember)
-    monkeypatch.setattr(auditor, "tensor_row", fail)
+    monkeypatch.setattr(passes, "hook_graph", remember)
+    monkeypatch.setattr(steps, "tensor_row", fail)
     model = net()
     with gradaudit.attach(model, out=tmp_path / "run", include="loss"):
         loss = model(torch.ones(1, 8)).mean()
@@ -210,8 +210,8 @@ def test_a_failure_lets_go_of_what_was_gathered(tmp_path: Path, monkeypatch: pyt
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(auditor, "tensor_row", noted)
-    monkeypatch.setattr(auditor, "largest_each", fail)
+    monkeypatch.setattr(steps, "tensor_row", noted)
+    monkeypatch.setattr(steps, "largest_each", fail)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with gradaudit.attach(model, out=tmp_path / "run"):
@@ -255,6 +255,10 @@ class Blocked:
         return tensor_row(torch.ones(3)).numpy()[None]
 
 
+def packet(i: int, samples: SampledTensors) -> Packet:
+    return Packet(i, 0, [], slice(0), lambda values: step_of(i, traced=False), samples, ops=None, armed=False)
+
+
 def test_where_the_writer_falls_behind_histograms_are_dropped_and_counted_but_steps_never(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,7 +269,7 @@ def test_where_the_writer_falls_behind_histograms_are_dropped_and_counted_but_st
     for i in range(10):
         blocked: Any = Blocked(gate)
         samples = SampledTensors([(0, True, 0, True)], [blocked], [], [])
-        opened.put(Packet([], lambda values, i=i: step_of(i), samples))
+        opened.put(packet(i, samples))
         opened.put_event({"seq": i, "step": i, "micro_step": 0, "name": "backward"})
     gate.set()
     opened.close()
@@ -283,7 +287,7 @@ def test_a_backlog_wakes_the_writer_before_anything_is_dropped(tmp_path: Path) -
     row = HostCopy(tensor_row(torch.ones(3))[None])
     deadline = time.monotonic() + 20
     for i in range(recorder.MAX_WAITING_SAMPLES * 3):
-        opened.put(Packet([], lambda values, i=i: step_of(i), SampledTensors([(0, True, 0, True)], [row], [], [])))
+        opened.put(packet(i, SampledTensors([(0, True, 0, True)], [row], [], [])))
         while opened._num_waiting_samples > recorder.MAX_WAITING_SAMPLES // 2 and time.monotonic() < deadline:
             time.sleep(0.001)
     opened.close()
@@ -313,4 +317,4 @@ def test_module_calls_without_end_are_forgotten_by_halves(tmp_path: Path, monkey
     with gradaudit.attach(model, out=tmp_path / "run") as audit:
         for _ in range(100):
             model(torch.ones(1, 8))
-        assert len(audit._recording._auditor._marks.starts) <= 100 + 8
+        assert len(audit._recording._auditor._forward.marks.starts) <= 100 + 8

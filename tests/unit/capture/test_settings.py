@@ -84,6 +84,7 @@ def test_without_a_budget_the_interval_stays() -> None:
         ({"budget": 0.0}, "budget is 0.0; it must be above 0 and at most 100"),
         ({"budget": 101}, "budget is 101"),
         ({"budget": math.nan}, "budget is nan"),
+        ({"origin": "never"}, "origin is 'never'; it must be one of auto, always."),
     ],
 )
 def test_a_setting_out_of_range_is_refused_by_name_and_value(tmp_path: Path, options: Any, message: str) -> None:
@@ -121,15 +122,22 @@ def test_an_overflow_is_followed_by_sampled_steps(tmp_path: Path) -> None:
             step(model, optimizer, s, poison=(0,) if i == 4 else ())
 
     run = record(tmp_path / "run", train, model=model, every=100)
-    assert [int(i) for i in run.steps.step[run.steps.sampled]] == [0, 5, 6]
-    assert sorted(set(run.samples().step.tolist())) == [0, 5, 6]
+    assert [int(i) for i in run.steps.step[run.steps.sampled]] == [0, 5, 6, 7]
+    assert sorted(set(run.samples().step.tolist())) == [0, 5, 6, 7]
 
 
 def test_the_settings_and_the_interval_in_force_are_written_down(tmp_path: Path) -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = record(tmp_path / "run", lambda: step(model, optimizer), model=model, every=3, budget=0.001, include="*")
-    assert run.meta["settings"] == {"every": 3, "budget": 0.001, "include": ["*"], "exclude": []}
+
+    def train() -> None:
+        for _ in range(4):  # the first, of which more is noted, is not measured
+            step(model, optimizer)
+
+    run = record(tmp_path / "run", train, model=model, every=3, budget=0.001, include="*")
+    assert run.meta["settings"] == {
+        "every": 3, "budget": 0.001, "include": ["*"], "exclude": [], "origin": "auto", "save_batch": False,
+    }  # fmt: skip
     assert run.meta["cost"]["every"] > 3
     assert 0 < run.meta["cost"]["recording_s"] < run.meta["cost"]["wall_s"]
 
@@ -148,4 +156,4 @@ def test_an_overflow_that_only_the_device_knows_of_starts_a_burst_too(
             step(model, optimizer, s, poison=(0,) if i == 2 else ())
 
     run = record(tmp_path / "run", train, model=model, every=100)
-    assert [int(i) for i in run.steps.step[run.steps.sampled]] == [0, 3, 4]
+    assert [int(i) for i in run.steps.step[run.steps.sampled]] == [0, 3, 4, 5]

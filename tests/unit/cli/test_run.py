@@ -12,7 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch import nn
 
+from gradaudit import replay_batch
 from gradaudit.store import Run, open_run
 
 TRAIN = """
@@ -97,6 +99,30 @@ def test_the_scripts_output_passes_and_the_diagnosis_goes_to_stderr(
     assert done.stdout == "trained\n"
     assert done.stderr.lstrip().startswith("HEALTHY")
     assert "gradaudit dashboard run" in done.stderr
+
+
+def test_the_batch_that_fails_is_kept_if_asked_for_and_replayed_elsewhere(tmp_path: Path) -> None:
+    script = TRAIN.replace("2.0**24", "2.0**8").replace("model(x)", "model(x * (1e6 if step == 5 else 1))")
+    done = gradaudit_run(tmp_path, "--out", "run", "--save-batch", "--quiet", "train.py", script=script)
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    assert run.meta["settings"]["save_batch"]
+    assert run.meta["batches"] == [{"step": 5, "file": "rank-00000/batch-000005.pt"}]
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    replay = replay_batch(tmp_path / "run", model)
+    assert replay.first_bad is not None
+    assert (replay.first_bad.op, replay.first_bad.module) == ("to_copy", "0")
+    assert replay.verdict.startswith("Only FP16 fails")
+
+
+def test_every_forward_is_traced_if_asked_for(tmp_path: Path) -> None:
+    done = gradaudit_run(tmp_path, "--out", "run", "--origin", "always", "--quiet", "train.py", script=TRAIN)
+    assert done.returncode == 0, done.stderr
+    run = open_run(tmp_path / "run")
+    assert run.meta["settings"]["origin"] == "always"
+    assert run.steps.traced.all()
+    assert {op.step for op in run.ops()} == set(run.steps.step.tolist())
+    assert {op.file for op in run.ops() if op.op != "input"} == {"train.py"}
 
 
 def test_attaching_by_hand_gives_the_same_run(
