@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from functools import cache, partial
 
 import numpy as np
 
+from gradaudit.analysis.calls import read_calls
 from gradaudit.analysis.causes import with_causes
 from gradaudit.analysis.checks import CHECKS, Check, Facts, Skipped
 from gradaudit.analysis.context import Analysis, analyse, fp16_gradients, listed_tensors
 from gradaudit.analysis.history import drawable
+from gradaudit.analysis.origin import clean_steps, find_origins
 from gradaudit.analysis.overflows import unexplained
 from gradaudit.analysis.recommend import recommend
 from gradaudit.analysis.report import (
@@ -49,12 +52,15 @@ def audit(run: Run, *, analysis: Analysis | None = None, ignore: Sequence[str] =
     """
     analysis = analyse(run) if analysis is None else analysis
     found_windows = windows(analysis)
+    events, ops = tuple(run.events()), run.ops()
     facts = Facts(
         analysis,
         found_windows,
         tuple(unexplained(analysis, history) for history in analysis.histories),
-        tuple(run.events()),
-        run.ops(),
+        events,
+        ops,
+        cache(partial(read_calls, events)),
+        cache(partial(find_origins, ops, clean_steps(analysis.steps))),
     )
     findings: list[Finding] = []
     results = []

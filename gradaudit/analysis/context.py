@@ -60,6 +60,7 @@ class Analysis:
         tensors: Its tensors table.
         samples: Gradient samples, sorted by (tensor, step).
         outputs: Activation samples.
+        updates: Samples of what updates did to weights that are not FP32.
         histories: The loss scale per update, of each enabled scaler; the one that handled most steps first.
         scale_log2: log2 of the scale each sample carries, shape [R].
         zones: Elements per zone at the scale in force, shape [R, 7].
@@ -78,6 +79,7 @@ class Analysis:
     tensors: tuple[TensorInfo, ...]
     samples: Samples
     outputs: Samples
+    updates: Samples
     histories: tuple[ScaleHistory, ...]
     scale_log2: np.ndarray
     zones: np.ndarray
@@ -149,6 +151,7 @@ def analyse(run: Run) -> Analysis:
         tensors=tensors,
         samples=samples,
         outputs=only(everything, tensors, ("output",)),
+        updates=only(everything, tensors, ("update",)),
         histories=scale_histories(run.meta, steps),
         scale_log2=scale_log2,
         zones=zones,

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from gradaudit.analysis.context import Analysis
+from gradaudit.analysis.observations import Calls
+from gradaudit.analysis.origin import Origin
 from gradaudit.analysis.report import Finding, Place
 from gradaudit.analysis.windows import Windows
 from gradaudit.store.tables import OpRow, TensorInfo
@@ -23,7 +25,8 @@ class Facts:
     """Everything known of a run: its analysis and safe windows.
 
     `unexplained` are, per history, the updates whose overflow no finite gradient explains (see overflows); `events` the
-    call-order log; `ops` the operations of the traced forwards.
+    call-order log; `ops` the operations of the traced forwards; `calls` what the log amounts to, and
+    `origins` where non-finite values of these forwards were born, both worked out at first use.
     """
 
     analysis: Analysis
@@ -31,6 +34,8 @@ class Facts:
     unexplained: tuple[np.ndarray, ...]
     events: tuple[dict[str, Any], ...] = ()
     ops: tuple[OpRow, ...] = ()
+    calls: Callable[[], Calls] = Calls
+    origins: Callable[[], tuple[Origin, ...]] = tuple
 
 
 @dataclass(frozen=True, slots=True)

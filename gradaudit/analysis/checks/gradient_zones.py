@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, percent, place_of, power
+from gradaudit.analysis.checks.call_places import detail
 from gradaudit.analysis.checks.gradient_overflow import headroom, overflow
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import QUANTILE, TARGET_DB, Analysis
@@ -257,7 +258,7 @@ def _missing_scaling(facts: Facts) -> Outcome:
     analysis = facts.analysis
     if not analysis.ran_fp16:
         return Skipped("nothing ran in FP16")
-    if not len(analysis.steps) or (analysis.steps.scaler >= 0).any():
+    if not len(analysis.steps) or (analysis.steps.scaler >= 0).any() or _scaled_by_hand(facts):
         return []
     scalers = analysis.run.meta.get("scalers", [])
     disabled = any(not scaler.get("enabled", True) for scaler in scalers)
@@ -294,6 +295,12 @@ def _missing_scaling(facts: Facts) -> Outcome:
             ),
         )
     ]
+
+
+def _scaled_by_hand(facts: Facts) -> bool:
+    """Whether losses were multiplied by a number before their backward."""
+    factors = (detail(event).get("factor") for event in facts.events if event["name"] == "backward")
+    return any(isinstance(factor, (int, float)) and factor > 1 for factor in factors)
 
 
 GRADIENT_ZONES: tuple[Check, ...] = (

@@ -1,0 +1,38 @@
+"""Both GAN losses are back-propagated first; update() after the first step changes the scale under the second."""
+# must find: update-inside-accumulation lead at <- early update
+# must not find: double-unscale, missing-update, several-scalers, unscaled-backward
+# verdict: failing
+
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+torch.set_num_threads(1)
+torch.manual_seed(56)
+
+gen = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16))
+disc = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+opt_g = torch.optim.Adam(gen.parameters(), lr=2e-4, betas=(0.5, 0.99))
+opt_d = torch.optim.Adam(disc.parameters(), lr=2e-4, betas=(0.5, 0.99))
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=6)
+
+for it in range(50):
+    real = torch.randn(32, 16) * 0.5 + 1
+    opt_d.zero_grad()
+    opt_g.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        fake = gen(torch.randn(32, 8))
+        d_real, d_fake = disc(real), disc(fake.detach())
+        disc.requires_grad_(False)
+        g_fake = disc(fake)
+        disc.requires_grad_(True)
+    loss_d = softplus(-d_real.float()).mean() + softplus(d_fake.float()).mean()
+    loss_g = softplus(-g_fake.float()).mean()
+    scaler.scale(loss_d).backward()
+    scaler.scale(loss_g).backward()
+    scaler.step(opt_d)
+    scaler.update()  # <- early update
+    scaler.step(opt_g)
+    scaler.update()
+    if it % 10 == 0:
+        print(f"it {it} D {loss_d.item():.3f} G {loss_g.item():.3f} scale {scaler.get_scale():g}")
