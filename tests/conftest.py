@@ -76,5 +76,5 @@ def hooks_and_functions(torch: ModuleType) -> list[Any]:
     for cls in (scaler, *scaler.__subclasses__()):
         found += [cls.__dict__.get(name) for name in SCALER_METHODS]
         found.append(cls.__dict__.get("__init_subclass__"))
-    found += [torch.amp.autocast_mode.autocast.__enter__, torch.amp.autocast_mode.autocast.__exit__]
+    found += [getattr(torch.amp.autocast_mode.autocast, name) for name in ("__init__", "__enter__", "__exit__")]
     return found

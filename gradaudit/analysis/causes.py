@@ -31,6 +31,9 @@ BORN_SOMEWHERE = ("nonfinite-weight", *BORN_IN_FORWARD, "epsilon-flushed", "nonf
 
 SCALE_FELL = ("scale-zero", "scale-at-floor", "scale-collapse")
 
+ANYTIME = frozenset({"unlocated-nonfinite"})
+"""A step of which nothing is known but that it failed is taken for an earlier showing of a fault that was located."""
+
 LASTING = frozenset({"nonfinite-weight", "nonfinite-buffer", "divergence", "scale-zero", "half-trainable-params"})
 """Once there, they stay: whatever comes later can follow from them."""
 
@@ -39,7 +42,10 @@ EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (("missing-update",), ("double-unscale",)),
     (("double-unscale",), ("update-inside-accumulation",)),
     (("optimizer-without-gradients",), ("layer-without-gradient", "never-applied", "scale-runaway")),
-    (("scaler-recreated",), ("scale-thrashing", "scale-decay", "resume-reset-scale", "scheduler-ahead")),
+    (
+        ("scaler-recreated",),
+        ("scale-thrashing", "scale-decay", "resume-reset-scale", "scheduler-ahead", "gradient-overflow"),
+    ),
     (("several-scalers",), ("scale-thrashing", "scale-decay")),
     (
         ("half-trainable-params",),
@@ -57,9 +63,15 @@ EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
         ("nonfinite-weight", "gradient-underflow", "gradient-overflow"),
     ),
     (
+        (*BORN_SOMEWHERE, "gradient-norm-overflow"),
+        ("layer-without-gradient",),
+    ),
+    (BORN_SOMEWHERE[:-1], ("nonfinite-buffer",)),
+    (("nonfinite-buffer",), ("unlocated-nonfinite",)),
+    (
         BORN_SOMEWHERE,
         (
-            "nonfinite-buffer", "nonfinite-weight", *SCALE_FELL, "scale-thrashing", "scale-decay", "never-applied",
+            "nonfinite-weight", *SCALE_FELL, "scale-thrashing", "scale-decay", "never-applied",
             "scheduler-ahead", "static-scale-unsafe", "scale-never-grew", "unlocated-nonfinite", "gradient-overflow",
         ),
     ),
@@ -93,6 +105,8 @@ def with_causes(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _meet(cause: Finding, effect: Finding) -> bool:
+    if effect.id in ANYTIME:
+        return True
     began = cause.steps[0] - SLACK_STEPS <= effect.steps[1]
     return began and (cause.id in LASTING or cause.steps[1] + SLACK_STEPS >= effect.steps[0])
 

@@ -70,6 +70,7 @@ _WORDS = {
     "cumprod": "a running product", "prod": "a product over elements", "sum": "a sum over elements",
     "mean": "a mean", "log_softmax": "log_softmax", "softmax": "softmax", "reciprocal": "a reciprocal",
     "masked_fill": "masked_fill", "where": "where", "full": "a constant", "fill": "a constant",
+    "scalar_tensor": "a constant",
     "native_layer_norm": "a layer norm", "native_group_norm": "a group norm", "native_batch_norm": "a batch norm",
     "nll_loss_forward": "nll_loss", "nll_loss2d_forward": "nll_loss",
 }  # fmt: skip
@@ -122,12 +123,31 @@ def flushed_constants(row: OpRow) -> tuple[float, ...]:
 
     Factors are none: what is merely small is not lost by that.
     """
-    name = row.name
-    adds = name in ("add", "sub", "rsub") and len(row.inputs) < 2  # with two tensors it is the factor of the second
-    bounds = name.startswith("clamp") or name in ("maximum", "minimum", "max", "min", "hardtanh", "threshold")
-    if not is_half(row) or not (adds or bounds):
-        return ()
+    if not is_half(row) or not (_bounds(row) or (_adds(row) and len(row.inputs) < 2)):
+        return ()  # of a sum of two tensors it is the factor of the second
     return tuple(c for c in row.constants if is_flushed(c) or is_one(c))
+
+
+def flushed_operand(row: OpRow, operand: OpRow) -> float | None:
+    """The same for a constant that an operation is given as a tensor of one element; None where it is none."""
+    if not is_half(row) or not (_bounds(row) or _adds(row)) or operand.numel != 1 or operand.sequence is not None:
+        return None
+    if operand.op == INPUT and operand.module_class == "other":
+        constant = operand.amax
+    elif operand.name in ("scalar_tensor", "full") and operand.constants:
+        constant = operand.constants[0]
+    else:
+        return None
+    return constant if is_flushed(constant) or is_one(constant) else None
+
+
+def _adds(row: OpRow) -> bool:
+    return row.name in ("add", "sub", "rsub")
+
+
+def _bounds(row: OpRow) -> bool:
+    name = row.name
+    return name.startswith("clamp") or name in ("maximum", "minimum", "max", "min", "hardtanh", "threshold")
 
 
 def is_flushed(constant: float) -> bool:

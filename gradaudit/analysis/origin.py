@@ -24,6 +24,8 @@ from gradaudit.analysis.op_words import (
     MATMULS,
     SHAPING,
     SOFTMAXES,
+    flushed_constants,
+    flushed_operand,
     is_attention,
     is_half,
 )
@@ -186,6 +188,12 @@ def has_param(trace: Trace, row: OpRow) -> bool:
     return any(at.op == INPUT and at.module_class == "param" for at in found)
 
 
+def lost_constants(trace: Trace, row: OpRow) -> tuple[float, ...]:
+    """Numbers that an operation in FP16 uses as an eps or a bound and that are 0 or 1 there."""
+    operands = (flushed_operand(row, made) for made in trace.inputs(row) if made.numel == 1)
+    return (*flushed_constants(row), *(c for c in operands if c is not None))
+
+
 def is_cast_weight(trace: Trace, row: OpRow) -> bool:
     """Whether an operation only casts a parameter."""
     if row.name != "to_copy":
@@ -226,10 +234,12 @@ def _own_mask_constant(trace: Trace, row: OpRow) -> float | None:
 
 def flow(trace: Trace, *starts: OpRow) -> set[int]:
     """Orders of all non-finite results that follow from some, these included."""
-    found, ring = {row.order for row in starts}, list(starts)
-    while ring:
-        ring = [u for at in ring for u in trace.uses(at) if not u.is_finite and u.order not in found]
-        found.update(row.order for row in ring)
+    found, left = {row.order for row in starts}, list(starts)
+    while left:
+        for user in trace.uses(left.pop()):
+            if not user.is_finite and user.order not in found:
+                found.add(user.order)
+                left.append(user)
     return found
 
 

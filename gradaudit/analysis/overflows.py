@@ -46,6 +46,21 @@ def born_here(analysis: Analysis) -> np.ndarray:
     return born
 
 
+def sources_seen(analysis: Analysis, rows: np.ndarray) -> np.ndarray:
+    """Whether what some samples were computed from is known of their steps too, shape of `rows`.
+
+    Where another graph took its turn, the sources that are on record were not part of it.
+    """
+    samples = analysis.samples
+    seen = set(zip(samples.tensor.tolist(), samples.step.tolist(), strict=True))
+    ever = set(samples.tensor.tolist())
+    known = []
+    for row in rows:
+        parents = analysis.tensors[samples.tensor[row]].parents
+        known.append(all((p, int(samples.step[row])) in seen for p in parents if p in ever))
+    return np.array(known, dtype=bool)
+
+
 def too_large(analysis: Analysis, born: np.ndarray) -> np.ndarray:
     """Whether a non-finite sample that was born here is one by its size, shape [R].
 
@@ -129,7 +144,8 @@ def _judged_by_samples(analysis: Analysis, history: ScaleHistory) -> np.ndarray:
     large = too_large(analysis, born)
     update_at = dict(zip(analysis.steps.step.tolist(), history.update_of.tolist(), strict=True))
     judged = np.full(len(history), np.nan)
-    for row in np.flatnonzero(born):
+    rows = np.flatnonzero(born)
+    for row in rows[sources_seen(analysis, rows)]:
         update = update_at.get(int(samples.step[row]), -1)
         if update >= 0:
             judged[update] = np.fmin(judged[update], 0.0 if large[row] else 1.0)

@@ -161,15 +161,15 @@ class Auditor:
     def on_backward_end(self, backward: Backward | None, error: BaseException | None) -> None:
         """`backward` returned or raised; capture may have been switched off meanwhile. Sync: none."""
         self._forward.in_backward = max(self._forward.in_backward - 1, 0)
-        if backward is not None:
-            if backward.walk is not None:
-                backward.walk.remove()
-            self._end_backward(backward, error)
-        self._resume_trace()
+        if backward is not None and backward.walk is not None:
+            backward.walk.remove()
+        self._end_backward(backward, error)
 
     @guarded
-    def _end_backward(self, backward: Backward, error: BaseException | None) -> None:
-        self._passes.end(backward, error)
+    def _end_backward(self, backward: Backward | None, error: BaseException | None) -> None:
+        if backward is not None:
+            self._passes.end(backward, error)
+        self._passes.resume_trace()
 
     @guarded
     def _resume_trace(self) -> None:
@@ -378,7 +378,7 @@ class Auditor:
         )
 
     def _now(self) -> Moment:
-        unscaled = frozenset(opened.optimizer for opened in self._open.values() if opened.scaler is not None)
+        unscaled = [opened.optimizer for opened in self._open.values() if opened.scaler is not None]
         return Moment(self._step, self._window.num_backward, self._passes.gradients_scaled, unscaled)
 
     def describe(self) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from gradaudit.capture.callsite import user_call_site
+from gradaudit.capture.callsite import construction_site, user_call_site
 from gradaudit.capture.gradwatch import Change, GradWatch, owners
 from gradaudit.capture.guard import Owner, guarded, one_line
 from gradaudit.capture.losses import Losses
@@ -26,9 +26,8 @@ from gradaudit.capture.registry import Registry
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """How far the training is, and whether the gradients carry the scale.
+class Moment(NamedTuple):
+    """How far the training is, and whether the gradients carry the scale; made for every event, so a tuple.
 
     `unscaled` are the optimizers whose step is open under a scaler: their gradients carry it no more.
     """
@@ -36,13 +35,13 @@ class Moment:
     step: int
     micro_step: int
     gradients_scaled: bool
-    unscaled: frozenset[int]
+    unscaled: Sequence[int]
 
     def is_scaled(self, optimizers: Sequence[int]) -> bool:
         """Whether gradients of these optimizers carry the scale; of any, where it is not known whose."""
         if not self.gradients_scaled:
             return False
-        return not self.unscaled.issuperset(optimizers) if optimizers else not self.unscaled
+        return any(optimizer not in self.unscaled for optimizer in optimizers) if optimizers else not self.unscaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class Calls:
     @guarded
     def on_scaler_made(self, scaler: Any, *, requested: bool) -> None:
         """A GradScaler's constructor returned; `requested` is its argument `enabled`. Sync: none."""
-        file, line = site = user_call_site()
+        file, line = site = construction_site(scaler)
         identity = self._registry.made_scaler(scaler, requested, file, line)
         device = getattr(scaler, "_device", None)
         detail = {"requested": requested, "enabled": scaler.is_enabled(), "device": device}
@@ -180,7 +179,7 @@ class Calls:
     @guarded
     def on_optimizer_made(self, optimizer: Any) -> None:
         """An optimizer's constructor returned. Sync: none."""
-        file, line = site = user_call_site()
+        file, line = site = construction_site(optimizer)
         identity = self._registry.made_optimizer(optimizer, file, line)
         detail = {"class": type(optimizer).__name__}
         self._log.put(self._log.row("optimizer", self._now(), site=site, optimizer=identity, detail=detail))
@@ -251,31 +250,42 @@ class Calls:
         if clip is None:
             return
         self._gradients.known_change(clip.known)
+        raised = None if error is None else one_line(error)
         norm = result if clip.total_norm is None else clip.total_norm
         norms = [norm.detach()] if type(norm) is torch.Tensor and norm.numel() == 1 else []
         after = None if clip.before is None or error is not None else _magnitudes(clip.params)
+        row = {**clip.row, "raised": raised}
+        if clip.before is None and all(value.device.type == "cpu" for value in norms):
+            self._log.put(_clip_row(row, [float(value) for value in norms]))
+            return
         groups = [norms, clip.before, after]
-        row = {**clip.row, "raised": None if error is None else one_line(error)}
-        finish = partial(_clip_row, row, [None if group is None else len(group) for group in groups])
+        finish = partial(_split_clip_row, row, [None if group is None else len(group) for group in groups])
         self._log.put(Pending(stack_scalars([value for group in groups if group for value in group]), finish))
 
 
-def _clip_row(row: Row, sizes: Sequence[int | None], values: np.ndarray) -> Row:
+def _clip_row(
+    row: Row, norm: Sequence[float] | np.ndarray, before: bool | None = None, after: bool | None = None
+) -> Row:
+    said = {"norm": plain(float(norm[0])) if len(norm) else None, "nonfinite_before": before, "nonfinite_after": after}
+    return {**row, "detail": {**row["detail"], **said}}
+
+
+def _split_clip_row(row: Row, sizes: Sequence[int | None], values: np.ndarray) -> Row:
     """The row of a clip once the returned norm, and magnitudes before and after where they were taken, are here."""
     norm, *magnitudes = np.split(values, np.cumsum([size or 0 for size in sizes])[:-1])
-    before, after = (
+    nonfinite = [
         None if size is None else not bool(np.isfinite(found).all())
         for size, found in zip(sizes[1:], magnitudes, strict=True)
-    )
-    said = {"norm": plain(float(norm[0])) if len(norm) else None}
-    return {**row, "detail": {**row["detail"], **said, "nonfinite_before": before, "nonfinite_after": after}}
+    ]
+    return _clip_row(row, norm, *nonfinite)
 
 
 def _tensors(parameters: Any) -> list[torch.Tensor]:
     """What was passed to a clip function, as far as it can be: torch has its own words for what cannot."""
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    return [p for p in parameters if isinstance(p, torch.Tensor)] if isinstance(parameters, Iterable) else []
+    is_iterable = isinstance(parameters, (list, tuple, Iterable))
+    return [param for param in parameters if isinstance(param, torch.Tensor)] if is_iterable else []
 
 
 def _magnitudes(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -52,6 +52,19 @@ def call_site_of(frame: FrameType | None) -> tuple[str | None, int | None]:
     return None, None
 
 
+def construction_site(made: object) -> tuple[str | None, int | None]:
+    """The line that makes an object, seen from within its constructor: not one of a constructor of the user's own."""
+    frame: FrameType | None = sys._getframe(1)
+    outside = frame
+    while frame is not None:
+        code = frame.f_code
+        is_constructor = code.co_name == "__init__" and code.co_argcount > 0
+        if is_constructor and _local_variables(frame).get(code.co_varnames[0]) is made:
+            outside = frame.f_back
+        frame = frame.f_back
+    return call_site_of(outside)
+
+
 def is_users(filename: str) -> bool:
     """Whether a source file is neither torch's, gradaudit's nor another library's."""
     return (_files.get(filename) or _classify(filename))[0] == _USER

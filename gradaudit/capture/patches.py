@@ -24,6 +24,8 @@ from gradaudit.capture.auditor import Auditor
 
 Undo = Callable[[], object]
 
+UNSEEN_FILE = "<gradaudit, importlib._bootstrap>"
+
 
 def install(auditor: Auditor) -> Undo:
     """Put every hook and wrapper on; the returned function takes them off again, latest first."""
@@ -35,6 +37,7 @@ def install(auditor: Auditor) -> Undo:
         _wrap_backward(auditor, undos)
         _wrap_clipping(auditor, undos)
         _wrap_other_calls(auditor, undos)
+        _wrap_autocast(auditor, undos)
     except BaseException:
         _run_backwards(undos)
         raise
@@ -49,7 +52,7 @@ def _run_backwards(undos: list[Undo]) -> None:
 def _replace(owner: Any, name: str, make: Callable[[Any], Any], undos: list[Undo]) -> None:
     """Replace an attribute that `owner` itself defines, keeping its docs and signature."""
     original = vars(owner)[name]
-    wrapper = functools.wraps(original)(make(original))
+    wrapper = functools.wraps(original)(_unseen(make(original)))
     setattr(owner, name, wrapper)
 
     def undo() -> None:
@@ -57,6 +60,15 @@ def _replace(owner: Any, name: str, make: Callable[[Any], Any], undos: list[Undo
             setattr(owner, name, original)
 
     undos.append(undo)
+
+
+def _unseen(function: Any) -> Any:
+    """The function, passed over when `warnings` looks for the line that called: a warning still points at the user's.
+
+    It passes over the import system's own frames, which it tells by their file name.
+    """
+    function.__code__ = function.__code__.replace(co_filename=UNSEEN_FILE)
+    return function
 
 
 def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
@@ -351,7 +363,9 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
         if issubclass(cls, lr_scheduler.LRScheduler):
             _replace(cls, "step", scheduler_step, undos)
 
-    def autocast_made(original: Any) -> Any:
+
+def _wrap_autocast(auditor: Auditor, undos: list[Undo]) -> None:
+    def made(original: Any) -> Any:
         def call(
             self: Any, device_type: Any, dtype: Any = None, enabled: Any = True, *args: Any, **kwargs: Any
         ) -> None:
@@ -375,6 +389,6 @@ def _wrap_other_calls(auditor: Auditor, undos: list[Undo]) -> None:
 
         return call
 
-    _replace(torch.amp.autocast_mode.autocast, "__init__", autocast_made, undos)
+    _replace(torch.amp.autocast_mode.autocast, "__init__", made, undos)
     _replace(torch.amp.autocast_mode.autocast, "__enter__", enter, undos)
     _replace(torch.amp.autocast_mode.autocast, "__exit__", leave, undos)

@@ -17,7 +17,7 @@ import torch
 from gradaudit.capture.graph import Key
 from gradaudit.capture.names import Name, Names
 from gradaudit.capture.settings import CaptureSettings
-from gradaudit.capture.setup import group_facts
+from gradaudit.capture.setup import group_facts, has_stepped
 
 
 @dataclass(slots=True)
@@ -67,6 +67,7 @@ class Registry:
         self._lock = threading.Lock()  # the writer thread names what it finds to be non-finite
         self._optimizers: list[dict[str, Any]] = []
         self._optimizer_ids: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._optimizer_refs: list[tuple[int, weakref.ref[Any]]] = []  # gone through at every backward
         self._slots: dict[int, dict[int, tuple[int, TensorEntry]]] = {}
         self._strays: dict[int, tuple[weakref.ref[Any], TensorEntry]] = {}
         self._scalers: list[dict[str, Any]] = []
@@ -100,7 +101,7 @@ class Registry:
 
     def entry_of(self, tracked: Tracked) -> TensorEntry:
         """The row of something that has none of its own so far; may run in the writer thread."""
-        entry = self.tensor((tracked.kind, tracked.name), tracked.kind, tracked.name, "")
+        entry = self.tensor(("tracked", tracked.kind, tracked.name), tracked.kind, tracked.name, "")
         entry.shape, entry.dtype = tracked.shape, tracked.dtype
         return entry
 
@@ -133,7 +134,7 @@ class Registry:
             self._optimizers[identity] |= {
                 "lr": _plain_number(groups[0].get("lr")) if groups else None,
                 # state before the first step was loaded from a checkpoint, or made before gradaudit came
-                "resumed": any(len(state) > 0 for state in optimizer.state.values()),
+                "resumed": has_stepped(optimizer),
                 **group_facts(optimizer),
             }
         return identity
@@ -141,6 +142,8 @@ class Registry:
     def made_optimizer(self, optimizer: Any, file: str | None, line: int | None) -> int:
         """The identity of an optimizer just made, which may never be used; `file` and `line` are where."""
         identity = self._optimizer_ids[optimizer] = len(self._optimizers)
+        self._optimizer_refs = [entry for entry in self._optimizer_refs if entry[1]() is not None]
+        self._optimizer_refs.append((identity, weakref.ref(optimizer)))
         self._optimizers.append(
             {
                 "id": identity,
@@ -210,7 +213,8 @@ class Registry:
 
     def optimizers(self) -> list[tuple[int, Any]]:
         """Optimizers that are still alive, with their identities; those that were only made included."""
-        return [(identity, optimizer) for optimizer, identity in self._optimizer_ids.items()]
+        held = [(identity, held()) for identity, held in self._optimizer_refs]
+        return [(identity, optimizer) for identity, optimizer in held if optimizer is not None]
 
     def known_optimizers(self) -> list[Any]:
         """Optimizers that are still alive."""

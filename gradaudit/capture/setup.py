@@ -83,6 +83,18 @@ def group_facts(optimizer: Any) -> dict[str, Any]:
     return {"eps": float(min(eps)) if eps else None, "fused": any(bool(group.get("fused")) for group in groups)}
 
 
+def has_stepped(optimizer: Any) -> bool:
+    """Whether an optimizer has state from earlier steps; some (Adagrad) fill it when they are made. Sync: none."""
+    return any(_counts(state) for state in optimizer.state.values() if len(state))
+
+
+def _counts(state: Mapping[str, Any]) -> bool:
+    step = state.get("step")
+    if isinstance(step, torch.Tensor):
+        return step.device.type != "cpu" or bool(step > 0)  # on another device it would have to be waited for
+    return not isinstance(step, (int, float)) or step > 0
+
+
 def state_facts(optimizer: Any) -> StateFacts | None:
     """What an optimizer keeps for its parameters, None while that is nothing. Sync: none."""
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LAUNCHERS = (_PACKAGE, "<frozen runpy>", "<frozen importlib", os.path.abspath(runpy.__file__))
+_LAUNCHERS = (_PACKAGE, "<gradaudit", "<frozen runpy>", "<frozen importlib", os.path.abspath(runpy.__file__))
 
 
 class TorchWatcher:

@@ -15,10 +15,10 @@ KEYS = ("must find", "may find", "must not find", "verdict", "raises")
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """A finding that must be there: one of `ids`, at one of `places` where any are given, first of all if `lead`."""
+    """A finding that must be there: at `place` where one is given, the first of all if `lead`."""
 
-    ids: tuple[str, ...]
-    places: tuple[str, ...]
+    id: str
+    place: str | None
     lead: bool
 
 
@@ -30,18 +30,18 @@ class Case:
     demands: tuple[Demand, ...]
     allowed: frozenset[str]
     forbidden: frozenset[str]
-    verdicts: tuple[str, ...]
+    verdict: str
     raises: str | None
 
     @property
     def is_healthy(self) -> bool:
         """Whether nothing at all may alarm."""
-        return self.verdicts == ("no alarm",)
+        return self.verdict == "no alarm"
 
     @property
     def demanded(self) -> frozenset[str]:
-        """Every id that some demand names."""
-        return frozenset(id for demand in self.demands for id in demand.ids)
+        """The ids of all demands."""
+        return frozenset(demand.id for demand in self.demands)
 
 
 def read_case(path: Path) -> Case:
@@ -63,7 +63,7 @@ def read_case(path: Path) -> Case:
         demands=tuple(_demand(text) for text in said["must find"]),
         allowed=_ids(said["may find"]),
         forbidden=_ids(said["must not find"]),
-        verdicts=tuple(said["verdict"][0].split(" or ")),
+        verdict=said["verdict"][0],
         raises=said["raises"][0] if said["raises"] else None,
     )
 
@@ -83,12 +83,7 @@ def _header_lines(path: Path) -> list[str]:
 
 def _demand(text: str) -> Demand:
     what, _, where = text.partition(" at ")
-    lead = what.endswith(" lead")
-    return Demand(
-        ids=tuple(what.removesuffix(" lead").split(" or ")),
-        places=tuple(where.split(" or ")) if where else (),
-        lead=lead,
-    )
+    return Demand(id=what.removesuffix(" lead"), place=where or None, lead=what.endswith(" lead"))
 
 
 def _ids(texts: list[str]) -> frozenset[str]:

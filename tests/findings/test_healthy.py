@@ -15,7 +15,9 @@ from gradaudit.analysis.report import AuditReport
 from tests.findings.conftest import Script
 from tests.findings.training import (
     WIDTH,
+    alarming,
     assert_healthy,
+    assert_sound,
     classes,
     classification,
     convnet,
@@ -252,7 +254,7 @@ def ignored_labels(path: Path) -> AuditReport:
         perceptron, twenty_layers_deep, convolutions, attention_with_dropout, recurrence, accumulation_with_clipping,
         stochastic_descent_with_momentum, fused_optimizer, bf16_without_a_scaler, fp32_without_anything,
         loss_summed_over_a_big_batch, loss_in_half_costs_the_first_step, gradient_checkpointing,
-        causal_attention_with_minus_infinity, a_batch_without_finite_loss_now_and_then, adversaries_with_one_scaler,
+        causal_attention_with_minus_infinity, adversaries_with_one_scaler,
         adversaries_with_a_scaler_each, two_optimizers_on_one_loss, several_losses_of_like_size,
         validation_between_the_steps, tied_weights, ignored_labels,
     ],
@@ -261,9 +263,16 @@ def test_nothing_is_wrong(script: Script, tmp_path: Path) -> None:
     report = script(tmp_path / "run")
 
     assert_healthy(report)
-    assert informing(report) <= {"scale-calibration", "scale-hunting", "gradient-headroom-low"}
+    assert informing(report) <= {"scale-calibration", "scale-hunting", "gradient-headroom-low", "critical-op-in-half"}
     assert report.run.complete
     assert report.run.num_sampled >= 8
+
+
+def test_batches_without_finite_loss_now_and_then_are_only_mentioned(tmp_path: Path) -> None:
+    report = a_batch_without_finite_loss_now_and_then(tmp_path / "run")
+
+    assert_sound(report)
+    assert alarming(report) == {"unlocated-nonfinite": "warning"}
 
 
 def record_one_step(path: Path, steps: int) -> AuditReport:

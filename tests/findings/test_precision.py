@@ -210,7 +210,7 @@ def test_updates_that_round_away_are_counted(tmp_path: Path, dtype: torch.dtype)
     ("dtype", "make"),
     [
         (torch.float32, sgd(1e-5)),
-        (torch.bfloat16, lambda params: torch.optim.Adam(params, lr=0.1)),
+        (torch.bfloat16, lambda params: torch.optim.Adam(params, lr=0.5)),
         (torch.bfloat16, lambda params: Kahan(params, 1e-5)),
     ],
     ids=["in FP32", "large enough", "carried over"],

@@ -110,29 +110,30 @@ def collapse_with_a_gentle_backoff(path: Path) -> AuditReport:
 
 
 @pytest.mark.parametrize(
-    ("script", "born_in_forward"),
+    ("script", "cause"),
     [
-        (product_overflows_from_step_40_on, True),
-        (logits_overflow_from_the_start, True),
-        (every_third_row_is_masked_entirely, True),
-        (collapse_with_a_gentle_backoff, True),
-        (square_root_of_zero, False),
-        (square_root_of_zero_from_the_start, False),
+        (product_overflows_from_step_40_on, "forward-overflow"),
+        (logits_overflow_from_the_start, "forward-overflow"),
+        (every_third_row_is_masked_entirely, "masked-row"),
+        (collapse_with_a_gentle_backoff, "forward-overflow"),
+        (square_root_of_zero, "nonfinite-backward"),
+        (square_root_of_zero_from_the_start, "nonfinite-backward"),
     ],
 )
-def test_halvings_that_no_scale_can_stop_are_a_collapse(
-    script: Script, born_in_forward: bool, audited: Audited
-) -> None:
+def test_halvings_that_no_scale_can_stop_are_a_collapse(script: Script, cause: str, audited: Audited) -> None:
     report = audited(script)
 
     assert_sound(report)
-    assert alarming(report) == {"scale-collapse": "error"}
+    assert set(alarming(report)) - {"never-applied"} == {"scale-collapse", cause}
+    assert report.findings[0].id == cause
     finding = the(report, "scale-collapse")
+    assert finding.consequence_of == cause
     assert finding.scale_can_fix == "no"
     numbers = evidence(finding)
     assert numbers["num_unexplained_overflows"] >= 25
     assert numbers["scale_after"] < numbers["scale_before"]
-    assert (numbers["num_nonfinite_losses"] == numbers["num_unexplained_overflows"]) is born_in_forward
+    born_in_forward = numbers["num_nonfinite_losses"] == numbers["num_unexplained_overflows"]
+    assert born_in_forward is (cause != "nonfinite-backward")
     assert report.recommendation is not None
     assert report.recommendation.change_needed
     assert report.recommendation.precision != "fp16"
@@ -150,8 +151,9 @@ def test_a_burst_of_bad_batches_that_ended_is_no_collapse(tmp_path: Path) -> Non
     report = fit(tmp_path / "run", mlp(), loss, scaler=dynamic(), steps=150)
 
     assert report.run.num_skipped == 6
-    assert_healthy(report)
-    assert "6 of 150 steps were skipped, 6 of them because the loss" in report.verdict.summary
+    assert_sound(report)
+    assert set(alarming(report)) == {"forward-overflow"}
+    assert "the constant nan" in the(report, "forward-overflow").summary
 
 
 # at the floor
@@ -186,13 +188,20 @@ def backward_is_nan_above_a_floor_of_128(path: Path) -> AuditReport:
     return fit(path, encoder(), loss, scaler=scaler, steps=60, after=after)
 
 
-@pytest.mark.parametrize("script", [forward_overflows_above_a_floor_of_one, backward_is_nan_above_a_floor_of_128])
-def test_overflowing_without_end_at_the_floor_is_told_as_such(script: Script, audited: Audited) -> None:
+@pytest.mark.parametrize(
+    ("script", "cause"),
+    [
+        (forward_overflows_above_a_floor_of_one, "forward-overflow"),
+        (backward_is_nan_above_a_floor_of_128, "nonfinite-backward"),
+    ],
+)
+def test_overflowing_without_end_at_the_floor_is_told_as_such(script: Script, cause: str, audited: Audited) -> None:
     report = audited(script)
 
     assert_sound(report)
-    assert alarming(report) == {"scale-at-floor": "error"}
+    assert set(alarming(report)) - {"never-applied"} == {"scale-at-floor", cause}
     finding = the(report, "scale-at-floor")
+    assert finding.consequence_of == cause
     assert finding.scale_can_fix == "no"
     assert evidence(finding)["scale"] == report.run.scale_last
     assert evidence(finding)["num_overflows"] >= 30
@@ -252,7 +261,7 @@ def test_a_scale_of_nothing_is_told_before_anything_else(script: Script, audited
 
     assert_sound(report)
     assert alarming(report)["scale-zero"] == "error"
-    assert set(alarming(report)) <= {"scale-zero", "gradient-underflow"}
+    assert set(alarming(report)) <= {"scale-zero", "gradient-underflow", "forward-overflow"}
     finding = the(report, "scale-zero")
     assert finding.scale_can_fix == "no"
     assert evidence(finding)["scale"] <= 2.0**-128

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped
 from gradaudit.analysis.checks.forward_places import line_of, op_places, sentence, span, what
 from gradaudit.analysis.checks.gradient_births import Culprit, culprits
-from gradaudit.analysis.op_words import POLES, flushed_constants, is_flushed, words
-from gradaudit.analysis.origin import Origin, Trace, around, traces
+from gradaudit.analysis.op_words import POLES, is_flushed, words
+from gradaudit.analysis.origin import Origin, Trace, around, lost_constants, traces
 from gradaudit.analysis.report import Evidence, Finding
 from gradaudit.formats import FP16
 from gradaudit.store.tables import OpRow
@@ -22,7 +22,7 @@ def explained_by_constant(trace: Trace, row: OpRow) -> OpRow | None:
     if row.name not in POLES:
         return None
     near = (row, *around(trace, row, back=True))
-    return next((before for before in near if flushed_constants(before)), None)
+    return next((before for before in near if lost_constants(trace, before)), None)
 
 
 def epsilon_flushed(facts: Facts) -> Outcome:
@@ -52,13 +52,12 @@ def guarded_by_constant(facts: Facts, culprit: Culprit) -> bool:
 def _used(facts: Facts) -> list[list[tuple[Trace, OpRow]]]:
     """Operations with such constants by place, with their step, the first seen first."""
     used: dict[tuple[object, ...], list[tuple[Trace, OpRow]]] = {}
-    if not any(flushed_constants(row) for row in facts.ops):
-        return []
     for trace in traces(facts.ops):
         for row in trace.rows.values():
-            if flushed_constants(row):
+            constants = lost_constants(trace, row)
+            if constants:
                 place = (row.file, row.line) if row.file else (row.module,)
-                used.setdefault((row.name, row.constants, *place), []).append((trace, row))
+                used.setdefault((row.name, constants, *place), []).append((trace, row))
     return list(used.values())
 
 
@@ -91,7 +90,7 @@ def _error(
     facts: Facts, rows: Sequence[tuple[Trace, OpRow]], births: Sequence[Origin], slopes: Sequence[Culprit]
 ) -> Finding:
     row = rows[0][1]
-    constant, becomes = _constant(row)
+    constant, becomes = _constant(*rows[0])
     if births:
         born = births[0]
         follows = f"{what(born.row)} then made {'NaN' if born.row.num_nan else 'inf'} from it"
@@ -110,7 +109,7 @@ def _error(
         confidence="high",
         title=f"A constant of {constant:g} is {becomes} in FP16, and NaN or inf follows",
         summary=(
-            f"{sentence(what(row))}, uses {constant!r}, which is {becomes} in FP16: it guards nothing; {follows}. "
+            f"{sentence(what(row))}, uses {constant:.7g}, which is {becomes} in FP16: it guards nothing; {follows}. "
             "No loss scale changes it."
         ),
         scale_can_fix="no",
@@ -128,18 +127,18 @@ def words_of(culprit: Culprit) -> str:
 
 def _warning(facts: Facts, groups: Sequence[Sequence[tuple[Trace, OpRow]]]) -> Finding:
     firsts = [rows[0][1] for rows in groups]
-    constant, becomes = _constant(firsts[0])
+    constant, becomes = _constant(*groups[0][0])
     places = dict.fromkeys(place for row in firsts[:NUM_NAMED] for place in op_places(row))
     steps = [row.step for rows in groups for _, row in rows]
     num = len(firsts)
-    elsewhere = f" {num - 1} more such constants: {', '.join(_short(row) for row in firsts[1:NUM_NAMED])}."
+    elsewhere = f" {num - 1} more such constants: {', '.join(_short(*rows[0]) for rows in groups[1:NUM_NAMED])}."
     return Finding(
         id="epsilon-flushed",
         severity="warning",
         confidence="high",
         title=f"A constant of {constant:g} is {becomes} in FP16",
         summary=(
-            f"{sentence(what(firsts[0]))}, uses {constant!r}, which is {becomes} in FP16: it guards nothing. Nothing "
+            f"{sentence(what(firsts[0]))}, uses {constant:.7g}, which is {becomes} in FP16: it guards nothing. Nothing "
             f"came of it at the steps seen.{elsewhere if num > 1 else ''}"
         ),
         scale_can_fix="no",
@@ -150,12 +149,12 @@ def _warning(facts: Facts, groups: Sequence[Sequence[tuple[Trace, OpRow]]]) -> F
     )
 
 
-def _short(row: OpRow) -> str:
-    return f"{_constant(row)[0]:g} ({line_of(row) or words(row)})"
+def _short(trace: Trace, row: OpRow) -> str:
+    return f"{_constant(trace, row)[0]:g} ({line_of(row) or words(row)})"
 
 
-def _constant(row: OpRow) -> tuple[float, str]:
-    constant = flushed_constants(row)[0]
+def _constant(trace: Trace, row: OpRow) -> tuple[float, str]:
+    constant = lost_constants(trace, row)[0]
     return constant, "0" if is_flushed(constant) else "1"
 
 

@@ -95,6 +95,10 @@ def _undefined(birth: Birth) -> tuple[str, str]:
     if birth.kind == "mask":
         turned = f", and {what(birth.turned)} makes NaN or inf of it" if birth.turned else ""
         return f"A constant makes {made}, and nothing absorbs it", f"{where} made {made} on purpose{turned}."
+    given = [c for c in row.constants if not math.isfinite(c)]
+    if given:
+        title = f"A constant of {given[0]} makes {made} in the forward"
+        return title, f"{where} made {made} from finite inputs with the constant {given[0]}."
     if not is_half(row):
         title = f"{words(row)[:1].upper()}{words(row)[1:]} has no finite value here, in {row.dtype}"
         return title, f"{where} made {made} from finite inputs, in {row.dtype}: FP16's range is not the reason."
@@ -177,7 +181,7 @@ def _why_masked(source: OpRow) -> str:
         return f"the constant {large[0]:g}, out of FP16's range, in {what(source)}"
     if source.amax_fp32 is not None and math.isfinite(source.amax_fp32):
         return f"{what(source)}, whose result of -{magnitude(source.amax_fp32)} is out of FP16's range"
-    return f"-inf filled in by {what(source)}"
+    return f"-inf from {what(source)}"
 
 
 def _source_places(source: OpRow, trace: Trace) -> tuple[Place, ...]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from gradaudit.analysis.checks.base import Facts
 from gradaudit.analysis.context import Analysis
-from gradaudit.analysis.overflows import born_here, too_large
+from gradaudit.analysis.overflows import born_here, sources_seen, too_large
 from gradaudit.store.tables import OpRow, TensorInfo
 
 ARROW = " -> "
@@ -63,6 +63,7 @@ def culprits(facts: Facts) -> list[Culprit]:
     if not born.any():
         return []
     rows = np.flatnonzero(born & ~too_large(analysis, born) & np.isin(samples.step, _steps_meant(facts)))
+    rows = rows[sources_seen(analysis, rows)]
     found: dict[tuple[object, ...], list[int]] = {}
     for row in rows[np.lexsort((samples.order[rows], samples.step[rows]))]:
         op, info = _operation(analysis, int(samples.tensor[row]))

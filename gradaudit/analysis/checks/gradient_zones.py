@@ -258,7 +258,7 @@ def _missing_scaling(facts: Facts) -> Outcome:
     analysis = facts.analysis
     if not analysis.ran_fp16:
         return Skipped("nothing ran in FP16")
-    if not len(analysis.steps) or (analysis.steps.scaler >= 0).any() or _scaled_by_hand(facts):
+    if not len(analysis.steps) or (analysis.steps.scaler >= 0).any() or _was_scaled(facts):
         return []
     scalers = analysis.run.meta.get("scalers", [])
     disabled = any(not scaler.get("enabled", True) for scaler in scalers)
@@ -297,8 +297,10 @@ def _missing_scaling(facts: Facts) -> Outcome:
     ]
 
 
-def _scaled_by_hand(facts: Facts) -> bool:
-    """Whether losses were multiplied by a number before their backward."""
+def _was_scaled(facts: Facts) -> bool:
+    """Whether losses were multiplied before their backward, by a number or by a scaler that no step went through."""
+    if any(event["name"] == "backward" and event["scaled"] for event in facts.events):
+        return True
     factors = (detail(event).get("factor") for event in facts.events if event["name"] == "backward")
     return any(isinstance(factor, (int, float)) and factor > 1 for factor in factors)
 

@@ -12,10 +12,16 @@ from gradaudit.analysis.checks.divergence import divergence
 from gradaudit.analysis.op_words import INPUT
 from gradaudit.analysis.origin import BAD, badness
 from gradaudit.analysis.report import Evidence, Finding, Place
+from gradaudit.formats import FP16_DTYPES
 from gradaudit.store.tables import OpRow
 
 GIVEN = ("batch", "other")
 """Tensors that a traced forward began with and that are neither parameters nor buffers: the batch, its targets."""
+
+MAY_BE_FP16 = (
+    "The tensor is FP16: it came so from the data, or overflowed in a cast or in a frozen model that ran before, "
+    "without gradients, and whose operations are not on record."
+)
 
 
 def _nonfinite_input(facts: Facts) -> Outcome:
@@ -90,22 +96,23 @@ def _finding(facts: Facts, rows: np.ndarray, given: dict[int, list[OpRow]]) -> F
         what = (
             "the loss or a gradient was not finite, and the targets or something else made before the forward were not"
         )
+    is_half = worst is not None and worst.dtype in FP16_DTYPES
+    why = MAY_BE_FP16 if is_half else "Precision has nothing to do with it: FP32 gives NaN as well."
     return Finding(
         id="nonfinite-input",
         severity="error",
-        confidence="high" if known else "medium",
-        title="The batch itself holds NaN or inf",
-        summary=(
-            f"At {len(rows)} of {len(steps)} steps, the first of them {first}, {what}.{held} Precision has nothing to "
-            "do with it: FP32 gives NaN as well."
-        ),
+        confidence="high" if known and not is_half else "medium",
+        title="What the model is given holds NaN or inf already" if is_half else "The batch itself holds NaN or inf",
+        summary=f"At {len(rows)} of {len(steps)} steps, the first of them {first}, {what}.{held} {why}",
         scale_can_fix="no",
         where=tuple(places),
         steps=(first, last),
         evidence=tuple(evidence),
         remedy=(
-            "Look at the data of that step (--save-batch keeps it): drop or repair such samples where they are loaded, "
-            "with torch.isfinite(x).all() as the test."
+            "Look at what made that tensor: compute it in FP32 or BF16 if it is a model's output, or clean the data."
+            if is_half
+            else "Look at the data of that step (--save-batch keeps it): drop or repair such samples where they are "
+            "loaded, with torch.isfinite(x).all() as the test."
         ),
     )
 

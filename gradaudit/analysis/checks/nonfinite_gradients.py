@@ -45,13 +45,19 @@ REASONS = {
 }
 """Why a gradient may not exist, by autograd node."""
 
+PASSES_ON = frozenset(["Mul", "Exp", "Softmax", "LogSoftmax"])
+"""Those of them that may as well have been given what they made worse."""
+
 
 def nonfinite_backward(facts: Facts) -> Outcome:
     """The forward was finite and a gradient is inf or NaN at any scale."""
     if not len(facts.analysis.samples):
         return Skipped("no gradient was sampled")
     origins = facts.origins()
-    own = [c for c in culprits(facts) if not guarded_by_constant(facts, c) and not _born_forward(c, origins)]
+    found = culprits(facts)
+    # one that is not the first may have it from an earlier one, on a path that was not there when it was first seen
+    found = [c for c in found if c is found[0] or (c.op in REASONS and c.op not in PASSES_ON)]
+    own = [c for c in found if not guarded_by_constant(facts, c) and not _born_forward(c, origins)]
     return [_backward(culprit) for culprit in own[:NUM_NAMED]]
 
 

@@ -240,7 +240,11 @@ def _never_applied(facts: Facts) -> Outcome:
                     Evidence("num_skipped", len(rows), f"of {len(rows)} steps"),
                     Evidence("scale", float(steps.scale[rows[-1]])),
                 ),
-                remedy="Find where its first non-finite gradient comes from; a smaller scale has been tried already.",
+                remedy=(
+                    "Find where its first non-finite gradient comes from; a smaller scale has been tried already."
+                    if steps.scale[rows].min() <= steps.scale[rows[0]] / 2
+                    else "Let the GradScaler lower the scale (backoff_factor 0.5): it was held where it started."
+                ),
             )
         )
     return found

@@ -1,7 +1,6 @@
 """clip_grad_value_ on scaled gradients turns an inf into 1.0, so the scaler never learns of the overflow."""
 # must find: clip-before-unscale lead at <- clip
 # must not find: forward-overflow, nonfinite-weight, scale-collapse, gradient-norm-overflow
-# may find: gradient-overflow, scale-never-grew
 # verdict: failing
 
 import torch

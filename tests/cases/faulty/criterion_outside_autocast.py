@@ -1,7 +1,6 @@
 """The loss is taken outside the autocast block on half predictions against half targets."""
 # must find: loss-in-half lead at <- criterion
 # must not find: forward-overflow, scale-collapse, gradient-overflow, missing-loss-scaling
-# may find: critical-op-in-half
 # verdict: failing
 
 import torch

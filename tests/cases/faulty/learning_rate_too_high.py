@@ -1,7 +1,6 @@
 """The learning rate is far too high: loss and gradients grow step by step until everything overflows."""
 # must find: divergence lead
 # must not find: gradient-overflow, scale-thrashing, nonfinite-input, attention-logits-overflow
-# may find: forward-headroom-low
 # verdict: failing
 
 import torch

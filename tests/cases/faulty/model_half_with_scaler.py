@@ -1,7 +1,6 @@
 """model.half() with a GradScaler: torch refuses to unscale FP16 gradients at the first step."""
 # must find: half-trainable-params lead at 0.weight
 # must not find: forward-overflow, nonfinite-weight, double-unscale, optimizer-without-gradients
-# may find: loss-in-half, critical-op-in-half
 # verdict: failing
 # raises: ValueError
 

@@ -1,8 +1,7 @@
 """The fp16 flag turns autocast on, but the trainer never creates a GradScaler; gradients of a small loss flush."""
 # must find: missing-loss-scaling lead
 # must not find: forward-overflow, step-bypasses-scaler, unscaled-backward, autocast-inactive
-# may find: gradient-underflow, layer-without-gradient
-# verdict: failing or attention
+# verdict: attention
 
 import torch
 from torch import nn

@@ -1,7 +1,6 @@
 """Half gradients are clipped before they reach the FP32 masters: the norm is inf, so every gradient becomes zero."""
 # must find: gradient-norm-overflow lead
 # must not find: half-trainable-params, forward-overflow, nonfinite-weight, optimizer-eps-flushed
-# may find: clip-before-unscale
 # verdict: failing
 
 import torch

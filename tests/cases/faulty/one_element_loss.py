@@ -1,7 +1,6 @@
 """The loss is a half tensor of one element; times the scale it stays half and becomes inf."""
 # must find: loss-in-half lead at <- scaled
 # must not find: gradient-overflow, forward-overflow, scale-thrashing
-# may find: unlocated-nonfinite
 # verdict: failing
 
 import torch

@@ -1,7 +1,6 @@
 """Model and optimizer are restored after 30 steps, the scaler is not: it starts again at its initial scale."""
 # must find: resume-reset-scale lead
 # must not find: scaler-recreated, several-scalers, forward-overflow
-# may find: scale-calibration, gradient-overflow
 # verdict: attention
 
 import torch

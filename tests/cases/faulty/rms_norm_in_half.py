@@ -1,7 +1,6 @@
 """A hand-written RMS norm squares in half: the mean is inf, its rsqrt is 0, and the output is silently all zero."""
 # must find: reduction-overflow lead at <- square
 # must not find: forward-overflow, gradient-overflow, scale-collapse, epsilon-flushed
-# may find: layer-without-gradient, forward-headroom-low
 # verdict: failing
 
 import torch

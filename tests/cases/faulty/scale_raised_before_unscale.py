@@ -1,7 +1,7 @@
 """A policy of the user's own doubles the scale between backward and step, so growth steps apply half a gradient."""
-# must find: hysteresis-growth-bug or update-inside-accumulation at <- grow
+# must find: hysteresis-growth-bug lead at <- grow
 # must not find: missing-update, double-unscale, scaler-recreated
-# verdict: failing or healthy
+# verdict: healthy
 
 import torch
 from torch import nn

@@ -1,7 +1,6 @@
 """The epoch function builds a new GradScaler each time, so every epoch starts with the same skipped steps."""
 # must find: scaler-recreated lead at <- new scaler
 # must not find: several-scalers, resume-reset-scale, missing-update
-# may find: scale-thrashing
 # verdict: failing
 
 import torch

@@ -1,8 +1,7 @@
 """GradScaler() without a device turns itself off where there is no CUDA; FP16 autocast runs on without loss scaling."""
-# must find: autocast-inactive at <- scaler
-# may find: missing-loss-scaling, gradient-underflow
+# must find: autocast-inactive lead at <- scaler
 # must not find: scaler-without-fp16, unscaled-backward, step-bypasses-scaler
-# verdict: attention or failing
+# verdict: attention
 
 import torch
 from torch import nn

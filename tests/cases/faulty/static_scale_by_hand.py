@@ -1,7 +1,6 @@
 """The loss is multiplied by a fixed 4,096 and the gradients divided again, with nobody looking for inf."""
-# must find: step-bypasses-scaler or gradient-overflow or static-scale-unsafe or nonfinite-weight
+# must find: step-bypasses-scaler lead at <- step
 # must not find: divergence, masked-row, epsilon-flushed, half-trainable-params
-# may find: missing-loss-scaling, nonfinite-weight, forward-overflow, gradient-overflow, unlocated-nonfinite
 # verdict: failing
 
 import torch
@@ -23,6 +22,6 @@ for step in range(30):
     (loss * LOSS_SCALE).backward()
     for p in model.parameters():
         p.grad.div_(LOSS_SCALE)
-    optimizer.step()
+    optimizer.step()  # <- step
     if step % 10 == 0:
         print(step, loss.item())

@@ -1,8 +1,7 @@
 """The loss scale is fixed at 2^24 by a backoff factor of nearly one: the forward is finite, the backward is not."""
-# must find: gradient-overflow or static-scale-unsafe or never-applied or scale-collapse
+# must find: never-applied lead
 # must not find: forward-overflow, nonfinite-weight, divergence, loss-in-half
-# may find: static-scale-unsafe, scale-collapse, scale-thrashing, never-applied
-# verdict: failing or attention
+# verdict: failing
 
 import torch
 from torch import nn

@@ -1,8 +1,8 @@
 """The scale starts at 1 and never grows within the run, while most gradients are below what FP16 can hold."""
-# must find: gradient-underflow
+# must find: gradient-underflow lead
 # must not find: forward-overflow, missing-loss-scaling, gradient-overflow, scale-collapse
-# may find: scale-never-grew, layer-without-gradient
-# verdict: failing or attention
+# may find: scale-never-grew
+# verdict: attention
 
 import torch
 from torch import nn

@@ -1,8 +1,7 @@
 """Each of two losses has a GradScaler of its own, yet both fill the gradients of one optimizer."""
-# must find: several-scalers
+# must find: several-scalers lead
 # must not find: scaler-recreated, double-unscale, unscaled-backward
-# may find: missing-update, update-inside-accumulation, gradient-overflow
-# verdict: failing or attention
+# verdict: attention
 
 import torch
 from torch import nn

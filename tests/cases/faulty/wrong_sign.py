@@ -1,7 +1,6 @@
 """From step 9 on the objective has the wrong sign: the loss climbs through several decades, then the forward breaks."""
 # must find: divergence lead
 # must not find: scale-thrashing, nonfinite-input, attention-logits-overflow, masked-row
-# may find: forward-headroom-low
 # verdict: failing
 
 import torch

@@ -96,7 +96,11 @@ def test_a_run_of_nothing_but_nan_gets_a_report(tmp_path: Path) -> None:
     report = sound(audit(run_of(tmp_path, rows, sampled)))
 
     assert report.verdict.level == "failing"
-    assert [finding.id for finding in report.findings] == ["scale-collapse"]
+    assert [finding.id for finding in report.findings] == [
+        "unlocated-nonfinite",
+        "scale-collapse",
+        "never-applied",
+    ]
     assert [row.zones["nan"] for row in report.layers] == [1.0]
     assert report.layers[0].amax_log2 is None
 

@@ -220,6 +220,14 @@ def test_a_lost_constant_and_a_division_by_zero_is_an_error(tmp_path: Path) -> N
     assert ids(tmp_path, *ops) == set()
 
 
+def test_a_constant_may_be_given_as_a_tensor(tmp_path: Path) -> None:
+    eps = made("scalar_tensor.default", constants=[1e-8], dtype="float32", numel=1, shape=[], sequence=None)
+    ops = (batch(), eps, made("clamp_min_.Tensor", 0, 1, sequence=None), made("div.Tensor", 0, 2, **NAN))
+    finding = found(tmp_path, "epsilon-flushed", forward(*ops, mean_loss(3, **NAN)))
+    assert numbers(finding)["constant"] == 1e-8
+    assert lines(finding) == [2, 3]
+
+
 # critical-op-in-half
 
 
@@ -272,6 +280,37 @@ def test_growing_outputs_meet_the_limit(tmp_path: Path) -> None:
     steps = [factory.step(i) for i in range(24)]
     finding = found(tmp_path, "forward-headroom-low", steps=steps, tensors=table, samples=samples)
     assert "meets the limit at about step 79" in finding.summary
+
+
+# nonfinite-backward
+
+
+def gradients(*sampled: int, bad: int = 1) -> dict[str, Any]:
+    """A run of finite losses: gradients of the loss, a root and its argument; those sampled, and the bad one."""
+    table = [
+        factory.tensor(0, "loss", "op_grad", op="Mean", dtype="float32"),
+        factory.tensor(1, "loss", "op_grad", op="Sqrt", dtype="float32", parents=[0], file="train.py", line=7),
+        factory.tensor(2, "loss", "op_grad", op="Sum", dtype="float32", parents=[1], file="train.py", line=6),
+    ]  # fmt: skip
+    samples = [
+        factory.sample(step, i, {} if i == bad else {-8: 4}, num_inf=2 if i == bad else 0, scale=2.0**-12)
+        for step in range(4)
+        for i in sampled
+    ]
+    samples += [factory.sample(4, i, {-8: 4}, scale=2.0**-12) for i in range(3)]
+    steps = [factory.step(i, found_inf=i < 4, skipped=i < 4, scale=2.0**-12) for i in range(5)]
+    return {"tensors": table, "samples": samples, "steps": steps}
+
+
+def test_the_operation_is_the_one_whose_gradient_came_out_bad(tmp_path: Path) -> None:
+    finding = found(tmp_path, "nonfinite-backward", **gradients(0, 1, 2, bad=2))
+    assert "Sqrt in loss (train.py:7) and arrives at Sum in loss" in finding.summary
+    assert lines(finding) == [7]
+    assert finding.scale_can_fix == "no"
+
+
+def test_of_a_gradient_whose_source_was_not_seen_nothing_is_said(tmp_path: Path) -> None:
+    assert looked(tmp_path, "nonfinite-backward", **gradients(0, 2, bad=2)) == []
 
 
 # without a trace

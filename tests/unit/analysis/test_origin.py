@@ -153,3 +153,9 @@ def test_layers_after_a_parameter_are_followed_on_from_the_whole_trace() -> None
     (origin,) = find_origins(op_rows([*look, *whole]))
     assert origin.first.trace.is_whole
     assert origin.steps == (0, 1)
+
+
+def test_values_that_spread_over_many_paths_are_followed_once() -> None:
+    chain = [batch(), made("mul.Tensor", 0, **INF), made("add.Tensor", 1, **FLOWS)]
+    chain += [made("add.Tensor", i - 1, i - 2, **FLOWS) for i in range(3, 200)]
+    assert born(*chain) == [("overflow", 1)]

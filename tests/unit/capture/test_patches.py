@@ -172,6 +172,20 @@ def test_autocast_regions_are_noted_once_each_with_their_line(tmp_path: Path) ->
     assert regions[0]["line"] == line_of("half here")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_autocast_region_that_torch_turns_off_was_asked_for(tmp_path: Path) -> None:
+    def train() -> None:
+        for _ in range(3):
+            with torch.autocast("cpu", torch.float64):  # no such autocast
+                pass
+            with torch.autocast("cpu", dtype=torch.float64, enabled=False):
+                pass
+
+    regions = record(tmp_path / "run", train, model=net()).meta["autocast"]
+    asked = {"device": "cpu", "dtype": "float64", "enabled": False, "requested": True}
+    assert regions == [{**asked, "file": shorten(__file__), "line": line_of("no such autocast")}]
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 def test_the_constructor_of_a_scheduler_is_not_a_step(tmp_path: Path) -> None:
     model = net()

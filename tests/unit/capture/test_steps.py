@@ -254,6 +254,22 @@ def test_a_loss_and_an_input_that_are_not_finite_are_flagged(tmp_path: Path) -> 
     assert math.isinf(steps.loss[2])
 
 
+def test_what_one_module_hands_to_another_is_not_the_input(tmp_path: Path) -> None:
+    model, criterion = net(), nn.MSELoss()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        for factor in (1.0, torch.inf):
+            out = model(batch()) * factor
+            criterion(out, torch.zeros_like(out)).backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    steps = record(tmp_path / "run", train, model=model).steps
+    assert steps.input_finite.tolist() == [1, 1]
+    assert steps.loss_finite.tolist() == [1, 0]
+
+
 def test_a_penalty_on_gradients_does_not_count_as_a_second_loss(tmp_path: Path) -> None:
     model, s = net(), scaler()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
