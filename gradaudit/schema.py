@@ -89,7 +89,7 @@ OPS = pa.schema(
         # "aten.mul.Tensor"; "input" for what was there before: the batch, a parameter, a buffer
         pa.field("op", pa.string(), nullable=False),
         pa.field("module", pa.string(), nullable=False),  # whose code ran, "loss" outside every module; an input's name
-        pa.field("module_class", pa.string(), nullable=False),  # for an input its source: param, buffer, batch or other
+        pa.field("module_class", pa.string(), nullable=False),  # for an input: param, buffer, grad, batch or other
         pa.field("file", pa.string()),
         pa.field("line", pa.int32()),
         pa.field("dtype", pa.string(), nullable=False),

@@ -79,7 +79,10 @@ EXPLAINS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
     (BORN_IN_FORWARD[1:], ("forward-headroom-low",)),
     (("scale-zero",), ("nonfinite-weight",)),
     (SCALE_FELL, ("never-applied", "scheduler-ahead", "gradient-underflow")),
-    (("scale-thrashing", "scale-decay"), ("scheduler-ahead",)),
+    (
+        ("gradient-overflow", "static-scale-unsafe", "scale-thrashing", "scale-decay"),
+        ("never-applied", "scheduler-ahead"),
+    ),
 )  # fmt: skip
 """(causes, what they explain); an earlier row wins over a later one, an earlier cause over a later one."""
 

@@ -39,9 +39,7 @@ MARGIN_LOG2 = 1
 NOT_THE_SCALE = frozenset({*SCALE_FELL, *BORN_SOMEWHERE, "scale-window-empty", "divergence"})
 """Findings that no scale setting cures."""
 
-TAKE_OUT_OF_FP16 = frozenset({*SCALE_FELL, *BORN_IN_FORWARD, "epsilon-flushed", "nonfinite-backward"}) - {
-    "nonfinite-input"
-}
+TAKE_OUT_OF_FP16 = frozenset({*SCALE_FELL, *BORN_IN_FORWARD, *BORN_SOMEWHERE[-3:]}) - {"nonfinite-input"}
 """Those of them that leaving FP16 for a part of the model does cure."""
 
 

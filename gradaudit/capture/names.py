@@ -132,6 +132,15 @@ class Names:
             return None
         return held.name if module._parameters[held.attribute] is param else None
 
+    def gradient(self, tensor: torch.Tensor) -> Name | None:
+        """The name of the parameter whose gradient a tensor is. Asks all of them."""
+        for held in list(self._params.values()):
+            module = held.module()
+            param = None if module is None else module._parameters.get(held.attribute)
+            if param is not None and param.grad is tensor:
+                return held.name
+        return None
+
     def holder(self, param: torch.Tensor) -> torch.nn.Module | None:
         """The module that holds a parameter, None if it has not been called."""
         return None if self.param(param) is None else self._params[id(param)].module()

@@ -297,7 +297,7 @@ class OpNotes:
         return len(self.rows) - 1
 
     def _owner(self, tensor: torch.Tensor) -> tuple[Name, str] | None:
-        """The name of a parameter, or of a buffer of the modules that are running, and which of the two it is."""
+        """The name of a parameter, a buffer of the modules that are running, or a gradient, and which of them it is."""
         name = self._names.param(tensor)
         if name is not None:
             return name, "param"
@@ -309,7 +309,8 @@ class OpNotes:
         for path, buffer in running[0].module.named_buffers() if running else ():
             if buffer is tensor:
                 return running[0].name.below(path), "buffer"
-        return None
+        gradient = self._names.gradient(tensor) if self.micro_step and not running else None
+        return None if gradient is None else (gradient, "grad")
 
 
 @contextmanager

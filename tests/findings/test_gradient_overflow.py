@@ -74,7 +74,7 @@ def test_a_backward_that_overflows_names_the_first_tensor_and_the_largest_safe_s
 
     assert_sound(report)
     assert alarming(report).pop("gradient-overflow") == "warning"
-    assert set(alarming(report)) <= {"gradient-overflow", "static-scale-unsafe", "scale-thrashing"}
+    assert set(alarming(report)) <= {"gradient-overflow", "static-scale-unsafe", "scale-thrashing", "never-applied"}
     finding = the(report, "gradient-overflow")
     assert finding.scale_can_fix == "yes"
     assert finding.confidence == "high"
@@ -95,7 +95,10 @@ def test_without_a_scaler_an_overflow_reaches_the_weights_and_is_told(audited: A
     report = audited(large_loss_and_no_scaler)
 
     assert_sound(report)
-    assert alarming(report) == {"gradient-overflow": "warning", "missing-loss-scaling": "warning"}
+    assert alarming(report) == {
+        "gradient-overflow": "warning", "missing-loss-scaling": "warning", "nonfinite-weight": "error",
+    }  # fmt: skip
+    assert the(report, "nonfinite-weight").consequence_of is not None
     assert "stepped on inf" in the(report, "gradient-overflow").remedy
 
 

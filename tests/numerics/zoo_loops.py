@@ -319,7 +319,34 @@ def evaluation_between_steps() -> Training:
     return training
 
 
+def gradients_changed_by_hand() -> Training:
+    """Before they are unscaled, in every way there is: who did it, and by how much, is looked into."""
+    model, s = mlp(), scaler()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(i: int) -> list[torch.Tensor]:
+        optimizer.zero_grad(set_to_none=i % 2 == 0)
+        with half():
+            loss = regression()(model, i)
+        s.scale(loss).backward()
+        for k, param in enumerate(model.parameters()):
+            if param.grad is None:
+                continue
+            if (i + k) % 3 == 0:
+                param.grad *= 0.5
+            elif (i + k) % 3 == 1:
+                param.grad = param.grad * 0.5
+            else:
+                param.grad.data.clamp_(-1.0, 1.0)
+        s.step(optimizer)
+        s.update()
+        return [loss.detach()]
+
+    return Training([model], [optimizer], step, s)
+
+
 LOOPS: dict[str, Recipe] = {
+    "gradients changed by hand": gradients_changed_by_hand,
     "custom autograd functions": custom_functions,
     "gradient penalty": gradient_penalty,
     "backward with create_graph": backward_that_builds_a_graph,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, percent, place_of, power
-from gradaudit.analysis.checks.call_places import detail
+from gradaudit.analysis.checks.call_places import detail, number
 from gradaudit.analysis.checks.gradient_overflow import headroom, overflow
 from gradaudit.analysis.checks.scale_course import FELL, scale_course
 from gradaudit.analysis.context import QUANTILE, TARGET_DB, Analysis
@@ -298,11 +298,18 @@ def _missing_scaling(facts: Facts) -> Outcome:
 
 
 def _was_scaled(facts: Facts) -> bool:
-    """Whether losses were multiplied before their backward, by a number or by a scaler that no step went through."""
+    """Whether losses went through a scaler that no step went through, or were scaled and unscaled by hand."""
     if any(event["name"] == "backward" and event["scaled"] for event in facts.events):
         return True
-    factors = (detail(event).get("factor") for event in facts.events if event["name"] == "backward")
-    return any(isinstance(factor, (int, float)) and factor > 1 for factor in factors)
+    factors = {number(detail(e).get("factor")) for e in facts.events if e["name"] == "backward"} - {None}
+    changes = [detail(e) for e in facts.events if factors and e["name"] == "gradients.changed"]
+    divided = [(number(c.get("factor_min")), number(c.get("factor_max"))) for c in changes]
+    return any(
+        low is not None and high is not None and math.isclose(low * f, 1, rel_tol=1e-3) and math.isclose(low, high)
+        for low, high in divided
+        for f in factors
+        if f is not None and f > 1
+    )
 
 
 GRADIENT_ZONES: tuple[Check, ...] = (
