@@ -49,7 +49,8 @@ def leave_no_trace() -> Iterator[None]:
 def is_ours(value: Any) -> bool:
     """Whether a function was defined in gradaudit.capture, whatever name it carries."""
     function = getattr(value, "__func__", value)
-    return CAPTURE in getattr(getattr(function, "__code__", None), "co_filename", "")
+    file = getattr(getattr(function, "__code__", None), "co_filename", "")
+    return CAPTURE in file or file.startswith("<gradaudit")  # wrappers are passed over by warnings
 
 
 def hooks_and_functions(torch: ModuleType) -> list[Any]:

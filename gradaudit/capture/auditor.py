@@ -349,8 +349,8 @@ class Auditor:
             num_optimizers=self._registry.num_optimizers,
         )
         self._recorder.put(packet)
-        if was_applied and self._sampling:
-            self._log.put(self._setup.look_at_state(opened.optimizer, optimizer))
+        if self._sampling:
+            self._log.put(self._setup.look(opened.optimizer, optimizer, was_applied=was_applied))
         self._next_step(overflowed=held_back or known_on_host(found), armed=armed)
 
     def _next_step(self, *, overflowed: bool, armed: bool) -> None:

@@ -41,16 +41,18 @@ class StateFacts:
 
 
 class Setup:
-    """Looks at each optimizer's state once it has one."""
+    """Looks at each optimizer's state once it has one, and at how processes work together."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._num_looks: dict[int, int] = {}
         self._distributed: dict[str, Any] | None = None
 
-    def look_at_state(self, identity: int, optimizer: Any) -> Pending | None:
-        """After an applied step: what is returned tells later whether the state holds FP32 weights. Sync: none."""
-        if self._num_looks.get(identity, 0) >= NUM_LOOKS:
+    def look(self, identity: int, optimizer: Any, *, was_applied: bool) -> Pending | None:
+        """After a sampled step: what is returned tells later whether the state holds FP32 weights. Sync: none."""
+        if self._distributed is None:
+            self._distributed = distributed_facts()  # now: processes may part before the recording ends
+        if not was_applied or self._num_looks.get(identity, 0) >= NUM_LOOKS:
             return None
         self._num_looks[identity] = self._num_looks.get(identity, 0) + 1
         facts = state_facts(optimizer)
@@ -68,7 +70,6 @@ class Setup:
 
     def describe(self, names: Names, hidden: Mapping[Name, str]) -> dict[str, Any]:
         """This part of run.json; may run in the writer thread."""
-        self._distributed = distributed_facts() or self._distributed  # gone before the recording is
         found = {names.full(name): kind for name, kind in list(hidden.items())}
         return {
             "hidden_modules": [{"name": name, "kind": kind} for name, kind in found.items()],

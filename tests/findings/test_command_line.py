@@ -58,9 +58,10 @@ def test_a_scaler_without_a_device_switches_itself_off(tmp_path: Path, monkeypat
     report = run(tmp_path, "scaler = torch.amp.GradScaler()\n" + LOOP.format(steps=30, times=""))
 
     assert_sound(report)
-    assert alarming(report) == {"missing-loss-scaling": "warning"}
+    assert alarming(report) == {"autocast-inactive": "warning", "missing-loss-scaling": "warning"}
     finding = the(report, "missing-loss-scaling")
     assert "disabled" in finding.summary
+    assert finding.consequence_of == "autocast-inactive"
     source = (tmp_path / "train.py").read_text(encoding="utf-8").splitlines()
     (place,) = finding.where
     assert place.file == "train.py"

@@ -112,8 +112,9 @@ def test_skipping_far_more_often_than_the_interval_implies_is_thrashing(script: 
 
     assert_sound(report)
     assert alarming(report).pop("scale-thrashing") == "warning"
-    assert set(alarming(report)) <= {"scale-thrashing", "gradient-overflow"}
+    assert set(alarming(report)) <= {"scale-thrashing", "gradient-overflow", "scaler-recreated"}
     finding = the(report, "scale-thrashing")
+    assert finding.consequence_of == ("scaler-recreated" if script is new_scaler_every_epoch else None)
     assert finding.scale_can_fix == "yes"
     assert evidence(finding)["num_overflows"] >= 10
     assert evidence(finding)["skip_rate"] > 10 * 1 / 2001

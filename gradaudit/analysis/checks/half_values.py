@@ -22,7 +22,7 @@ NEAR_LIMIT = FP16.max_value / 2
 COARSE_LOGITS = 2048.0
 """From here on FP16 is spaced by 2 and more: neighbouring logits differ by a factor of 7 in the softmax, or by none."""
 
-MIN_TREND_SAMPLES = 5
+MIN_GROWTH_SAMPLES = 5
 """Below five samples there is no trend to speak of."""
 
 MIN_RISE_LOG2 = 0.25
@@ -217,7 +217,7 @@ def _course(analysis: Analysis, module: str) -> str:
     outputs = analysis.outputs
     mine = [info.id for info in analysis.tensors if info.kind == "output" and info.fqn == module]
     usable = np.isin(outputs.tensor, mine) & (outputs.amax > 0) & (outputs.num_nan + outputs.num_inf == 0)
-    if usable.sum() < MIN_TREND_SAMPLES:
+    if usable.sum() < MIN_GROWTH_SAMPLES:
         return ""
     step, size = outputs.step[usable].astype(float), np.log2(outputs.amax[usable])
     if not np.ptp(step):

@@ -293,9 +293,9 @@ def test_the_backend_of_distributed_training_is_written_down(tmp_path: Path) -> 
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    try:
-        with gradaudit.attach(model, out=tmp_path / "run"):
+    with gradaudit.attach(model, out=tmp_path / "run"):
+        try:
             step(model, optimizer)
-    finally:
-        torch.distributed.destroy_process_group()
+        finally:
+            torch.distributed.destroy_process_group()
     assert open_run(tmp_path / "run").meta["distributed"] == {"backend": "gloo"}
