@@ -17,15 +17,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gradaudit.analysis.batch import BatchReplay, ReplayPass, conclude_replay, first_bad
 from gradaudit.analysis.probe import ProbeResult, ProbeRow, conclude
-from gradaudit.capture.batches import BATCH_FORMAT, BATCH_VERSION
 from gradaudit.capture.guard import one_line
 from gradaudit.capture.names import unwrap
-from gradaudit.capture.probe import backward, scaled_by, steps_forbidden, try_scales
 from gradaudit.capture.reading import floating_tensors
 from gradaudit.capture.recording import Recording, nothing_recorded
 from gradaudit.capture.registry import Known
+from gradaudit.capture.rerun.batches import BATCH_FORMAT, BATCH_VERSION
+from gradaudit.capture.rerun.probe import backward, scaled_by, steps_forbidden, try_scales
+from gradaudit.capture.rerun.state import keep, set_random_state
 from gradaudit.capture.settings import CaptureSettings
-from gradaudit.capture.state import keep, set_random_state
 from gradaudit.errors import GradauditError, RunCorrupt, RunNotFound, SchemaMismatch
 from gradaudit.store import open_run
 from gradaudit.store.tables import OpRow

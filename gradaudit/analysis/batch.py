@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gradaudit.analysis.checks.base import power
-from gradaudit.analysis.checks.forward_places import against_limit, what
+from gradaudit.analysis.checks.forward.forward_places import against_limit, what
 from gradaudit.analysis.op_words import INPUT
 from gradaudit.analysis.origin import BAD, Birth, badness, find_origins
 from gradaudit.store.tables import OpRow

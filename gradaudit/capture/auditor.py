@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from gradaudit.capture.batches import Batches
-from gradaudit.capture.calls import CallLog, Calls, Moment, Row, known_number
-from gradaudit.capture.escalation import Escalation
 from gradaudit.capture.forward import Forward
-from gradaudit.capture.gradwatch import GradWatch
 from gradaudit.capture.graph import GradientPlace
 from gradaudit.capture.guard import guarded, one_line, warn_once
-from gradaudit.capture.losses import Losses
 from gradaudit.capture.names import Names
+from gradaudit.capture.order.calls import CallLog, Calls, Moment, Row, known_number
+from gradaudit.capture.order.gradwatch import GradWatch
+from gradaudit.capture.order.losses import Losses
 from gradaudit.capture.passes import Backward, Passes
 from gradaudit.capture.reading import found_inf, known_on_host
 from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.registry import Known, Registry
+from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.settings import CaptureSettings, Sampler
 from gradaudit.capture.setup import Setup, without_gradient
 from gradaudit.capture.steps import OpenStep, Window, make_packet, open_step, traced_ops, unfinished
+from gradaudit.capture.trace.escalation import Escalation
 from gradaudit.capture.weights import Buffers
 
 

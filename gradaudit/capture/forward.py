@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
-from gradaudit.capture.batches import Batches
 from gradaudit.capture.graph import Marks
 from gradaudit.capture.names import LOSS, Name, Names, Running
-from gradaudit.capture.optrace import Observer
 from gradaudit.capture.reading import floating_tensors, largest, next_sequence, noise_gain
 from gradaudit.capture.registry import Registry
+from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.steps import Window
-from gradaudit.capture.tracing import Tracing
+from gradaudit.capture.trace.optrace import Observer
+from gradaudit.capture.trace.tracing import Tracing
 
 
 class Forward:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from gradaudit.capture.calls import CallLog, Moment, Row
 from gradaudit.capture.forward import Forward
-from gradaudit.capture.gradwatch import GradWatch, State
 from gradaudit.capture.graph import GradientPlace, Sink, Walk, hook_graph
-from gradaudit.capture.losses import Losses
 from gradaudit.capture.names import Names
+from gradaudit.capture.order.calls import CallLog, Moment, Row
+from gradaudit.capture.order.gradwatch import GradWatch, State
+from gradaudit.capture.order.losses import Losses
 from gradaudit.capture.reading import floating_tensors
 from gradaudit.capture.registry import Registry
 

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradaudit.capture.opnotes import TracedOps, op_rows
 from gradaudit.capture.statistic import has_nonfinite, merge_rows, row_values
+from gradaudit.capture.trace.opnotes import TracedOps, op_rows
 from gradaudit.store.writer import RunWriter
 
 FLUSH_S = 2.0

@@ -17,11 +17,11 @@ import torch
 from gradaudit._version import __version__
 from gradaudit.capture.apply import ScalerSettings, apply_to_new_scalers
 from gradaudit.capture.auditor import Auditor
-from gradaudit.capture.batches import Batches
 from gradaudit.capture.callsite import shorten
 from gradaudit.capture.patches import install
 from gradaudit.capture.recorder import Recorder
 from gradaudit.capture.registry import Known
+from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.errors import CaptureError
 from gradaudit.schema import RUN_FORMAT, SCHEMA_VERSION, rank_dir

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 
 from gradaudit.capture.names import Name
-from gradaudit.capture.opnotes import OpNotes, TracedOps
 from gradaudit.capture.reading import largest_each, stack_rows, stack_scalars
 from gradaudit.capture.recorder import Packet, SampledTensors
 from gradaudit.capture.registry import Registry, TensorEntry, Tracked
 from gradaudit.capture.statistic import tensor_row
+from gradaudit.capture.trace.opnotes import OpNotes, TracedOps
 from gradaudit.capture.weights import HalfWeight, Magnitudes, change_of, half_weights, weight_magnitudes
 
 MAX_WINDOW_ROWS = 50_000

@@ -11,17 +11,17 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from gradaudit.capture import reading
 from gradaudit.capture.auditor import Auditor
-from gradaudit.capture.batches import Batches
 from gradaudit.capture.names import Names
-from gradaudit.capture.opnotes import OpNotes, Surroundings
-from gradaudit.capture.opvalues import NUM_VALUES
 from gradaudit.capture.patches import install
 from gradaudit.capture.reading import largest_each, mean, mean_square, norm_each, stack_rows, stack_scalars
 from gradaudit.capture.recorder import Packet, Pending, SampledTensors
+from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.settings import CaptureSettings
 from gradaudit.capture.setup import state_facts
 from gradaudit.capture.statistic import ROW_WIDTH, tensor_row, update_row
 from gradaudit.capture.steps import traced_ops
+from gradaudit.capture.trace.opnotes import OpNotes, Surroundings
+from gradaudit.capture.trace.opvalues import NUM_VALUES
 
 DTYPES = [
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e5m2, torch.float8_e4m3fn,

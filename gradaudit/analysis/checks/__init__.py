@@ -6,12 +6,12 @@ produces it and the nearest healthy one that does not.
 """
 
 from gradaudit.analysis.checks.base import Check, Facts, Skipped
-from gradaudit.analysis.checks.forward_values import FORWARD_VALUES
-from gradaudit.analysis.checks.gradient_zones import GRADIENT_ZONES
-from gradaudit.analysis.checks.integrity import INTEGRITY
-from gradaudit.analysis.checks.loss_scale import LOSS_SCALE
-from gradaudit.analysis.checks.order_of_calls import ORDER_OF_CALLS
-from gradaudit.analysis.checks.precision import PRECISION
+from gradaudit.analysis.checks.calls.order_of_calls import ORDER_OF_CALLS
+from gradaudit.analysis.checks.forward.forward_values import FORWARD_VALUES
+from gradaudit.analysis.checks.forward.integrity import INTEGRITY
+from gradaudit.analysis.checks.gradients.gradient_zones import GRADIENT_ZONES
+from gradaudit.analysis.checks.precision.set_up import PRECISION
+from gradaudit.analysis.checks.scale.loss_scale import LOSS_SCALE
 
 CHECKS: tuple[Check, ...] = (
     *LOSS_SCALE,

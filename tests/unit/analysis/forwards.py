@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from gradaudit.analysis.checks.base import Facts, Skipped
-from gradaudit.analysis.checks.forward_values import FORWARD_VALUES
+from gradaudit.analysis.checks.forward.forward_values import FORWARD_VALUES
 from gradaudit.analysis.context import analyse
 from gradaudit.analysis.origin import clean_steps, find_origins
 from gradaudit.analysis.overflows import unexplained

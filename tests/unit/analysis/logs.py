@@ -9,7 +9,7 @@ from typing import Any
 
 from gradaudit.analysis.calls import read_calls
 from gradaudit.analysis.checks.base import Facts, Skipped
-from gradaudit.analysis.checks.order_of_calls import ORDER_OF_CALLS
+from gradaudit.analysis.checks.calls.order_of_calls import ORDER_OF_CALLS
 from gradaudit.analysis.context import analyse
 from gradaudit.analysis.report import Finding
 from gradaudit.analysis.windows import windows

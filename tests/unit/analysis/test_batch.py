@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gradaudit.analysis.batch import ReplayPass, conclude_replay, first_bad
-from gradaudit.analysis.checks.forward_places import what
+from gradaudit.analysis.checks.forward.forward_places import what
 from gradaudit.analysis.probe import ProbeRow, conclude
 from gradaudit.store import open_run
 from gradaudit.store.tables import OpRow

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gradaudit.analysis.checks.clipping import on_purpose
+from gradaudit.analysis.checks.calls.clipping import on_purpose
 from tests.unit.analysis.logs import (
     BACKWARD,
     DIRECT,

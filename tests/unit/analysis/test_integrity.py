@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gradaudit.analysis.checks.base import Facts, Skipped
-from gradaudit.analysis.checks.integrity import INTEGRITY
+from gradaudit.analysis.checks.forward.integrity import INTEGRITY
 from gradaudit.analysis.context import analyse
 from gradaudit.analysis.origin import clean_steps, find_origins
 from gradaudit.analysis.report import Finding

@@ -10,7 +10,7 @@ import pytest
 
 from gradaudit.analysis.calls import read_calls
 from gradaudit.analysis.checks.base import Facts, Skipped
-from gradaudit.analysis.checks.precision import PRECISION
+from gradaudit.analysis.checks.precision.set_up import PRECISION
 from gradaudit.analysis.context import analyse
 from gradaudit.analysis.report import Finding
 from gradaudit.analysis.windows import windows

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradaudit
-from gradaudit.capture import batches
+from gradaudit.capture.rerun import batches
 from gradaudit.errors import GradauditError, RunCorrupt, RunNotFound, SchemaMismatch
 from tests.unit.capture.trainings import WIDTH, batch, scaler
 

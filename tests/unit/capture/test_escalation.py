@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import gradaudit
-from gradaudit.capture import escalation
-from gradaudit.capture.escalation import Escalation, Judge
 from gradaudit.capture.recorder import HostCopy, Packet
+from gradaudit.capture.trace import escalation
+from gradaudit.capture.trace.escalation import Escalation, Judge
 from tests.factory import step as row_of
 from tests.unit.capture.trainings import batch, net, record, scaler, step
 

@@ -15,8 +15,8 @@ from torch.nn.utils import clip_grad_norm_ as clip_by_name
 from torch.nn.utils import clip_grad_value_ as clip_value_by_name
 
 from gradaudit.capture.callsite import shorten
-from gradaudit.capture.gradwatch import Change, Reading, kind_of_change, state_of
-from gradaudit.capture.linewatch import LineWatch
+from gradaudit.capture.order.gradwatch import Change, Reading, kind_of_change, state_of
+from gradaudit.capture.order.linewatch import LineWatch
 from tests.unit.capture.trainings import batch, net, record, scaler
 
 HERE = shorten(__file__)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gradaudit
-from gradaudit.capture import opnotes
+from gradaudit.capture.trace import opnotes
 from gradaudit.store.tables import OpRow
 
 FP16_MAX = 65504.0

@@ -1,0 +1,1 @@
+"""Forward values: where the first bad number was born, and what else went bad."""

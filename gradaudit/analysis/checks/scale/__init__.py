@@ -1,0 +1,1 @@
+"""The loss scale over time."""

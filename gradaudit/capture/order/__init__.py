@@ -1,0 +1,1 @@
+"""Which calls came in which order, and what became of the gradients in between."""

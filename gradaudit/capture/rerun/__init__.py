@@ -1,0 +1,1 @@
+"""One batch again: everything it touches is put back."""

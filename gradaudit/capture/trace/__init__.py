@@ -1,0 +1,1 @@
+"""A forward operation by operation, and when it is worth its cost."""
