@@ -36,7 +36,10 @@ DEFAULT_LOG2 = 16
 MARGIN_LOG2 = 1
 """Start one binade below the largest safe scale: the next batch is not one of the recorded ones."""
 
-NOT_THE_SCALE = frozenset({*SCALE_FELL, *BORN_SOMEWHERE, "scale-window-empty", "divergence"})
+NO_SCALE_WILL_DO = frozenset({*SCALE_FELL, "scale-window-empty"})
+"""Findings beside which no scale can be recommended, whatever else is wrong."""
+
+NOT_THE_SCALE = NO_SCALE_WILL_DO | {*BORN_SOMEWHERE, "divergence"}
 """Findings that no scale setting cures."""
 
 TAKE_OUT_OF_FP16 = frozenset({*SCALE_FELL, *BORN_IN_FORWARD, *BORN_SOMEWHERE[-3:]}) - {"nonfinite-input"}
@@ -61,22 +64,22 @@ def recommend(analysis: Analysis, found_windows: Windows, findings: Sequence[Fin
     current = _current(analysis)
     alarming = [finding for finding in findings if finding.severity != "info"]
     roots = [finding for finding in alarming if finding.consequence_of is None]
-    hopeless = [finding for finding in alarming if finding.id in NOT_THE_SCALE]
+    helped = [f for f in alarming if f.scale_can_fix != "no" and (f.consequence_of or f.id) not in NOT_THE_SCALE]
+    hopeless = [f for f in alarming if f.id in NO_SCALE_WILL_DO or (f.id in NOT_THE_SCALE and not helped)]
     if hopeless:
         cured = any(f.id in TAKE_OUT_OF_FP16 or f.id == "scale-window-empty" for f in roots)
         precision = "fp32-modules" if cured else "fp16"
         return _keep(analysis, found_windows, current, precision, _why_not(hopeless, roots, found_windows))
-    scale_would_help = any(f.scale_can_fix in ("yes", "partly") for f in roots)
-    if not scale_would_help and (current_settings is not None or roots):
-        reasons = [f"No scaler setting cures this: {finding.title[0].lower()}{finding.title[1:]}." for finding in roots]
-        return _keep(
-            analysis,
-            found_windows,
-            current,
-            "fp16",
-            reasons or ["The settings in use do no harm on this run: change nothing."],
-        )
+    uncured = [
+        f"No scaler setting cures this: {finding.title[0].lower()}{finding.title[1:]}."
+        for finding in roots
+        if finding not in helped
+    ]
+    if not helped and (current_settings is not None or roots):
+        reasons = uncured or ["The settings in use do no harm on this run: change nothing."]
+        return _keep(analysis, found_windows, current, "fp16", reasons)
     policy, reasons = _choose(analysis, found_windows)
+    reasons += uncured
     predicted = replay(analysis, policy)
     return _made_of(policy, found_windows, current, current_settings, predicted, reasons)
 

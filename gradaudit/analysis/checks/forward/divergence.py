@@ -10,6 +10,7 @@ import numpy as np
 from gradaudit.analysis.checks.base import Facts, Outcome, Skipped
 from gradaudit.analysis.checks.forward.forward_places import magnitude
 from gradaudit.analysis.checks.precision.half_weights import optimizer_place
+from gradaudit.analysis.checks.scale.scale_course import scale_course
 from gradaudit.analysis.history import unscaled_amax_log2
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.store.tables import Steps
@@ -42,6 +43,10 @@ MAX_ENDS = 64
 """Skipped steps tried as the end of a growth where the loss itself stayed finite."""
 
 
+FAST_LOG2 = 0.25
+"""Binades per step: a loss that doubles within four steps has left what a schedule of loss weights does."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Growth:
     """What grew, from one row of the step table to another; `end` is the row of the first non-finite number."""
@@ -53,12 +58,19 @@ class _Growth:
     loss_log2: float
     gradient_log2: float
 
+    @property
+    def speed_log2(self) -> float:
+        """Binades by which the loss grew per step."""
+        return self.loss_log2 / max(self.last - self.start, 1)
+
 
 def divergence(facts: Facts) -> Outcome:
     """Growth of loss and gradients over several applied steps before the first non-finite value."""
     steps = facts.analysis.steps
     if not np.isfinite(steps.loss).any():
         return Skipped("no finite loss was recorded")
+    course = scale_course(facts)
+    followed = course is not None and course.id == "scale-decay" and not (steps.loss_finite == 0).any()
     gradients = unscaled_amax_log2(steps)
     for optimizer in np.unique(steps.optimizer).tolist():
         rows = np.flatnonzero(steps.optimizer == optimizer)
@@ -67,7 +79,8 @@ def divergence(facts: Facts) -> Outcome:
         usable = rows[np.isfinite(steps.loss[rows]) & (steps.loss[rows] != 0) & ~steps.skipped[rows].astype(bool)]
         for end in ends.tolist():
             growth = _growth(steps, usable, gradients, end)
-            if growth is not None:
+            # a scale that merely follows gradients that grow says so itself
+            if growth is not None and (not followed or growth.speed_log2 >= FAST_LOG2):
                 return [_finding(facts, growth)]
     return []
 
