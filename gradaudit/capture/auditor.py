@@ -29,7 +29,7 @@ from gradaudit.capture.registry import Known, Registry
 from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.settings import CaptureSettings, Sampler
 from gradaudit.capture.setup import Setup, without_gradient
-from gradaudit.capture.steps import OpenStep, Window, make_packet, open_step, traced_ops, unfinished
+from gradaudit.capture.steps import OpenStep, Window, joins_outer_step, make_packet, open_step, traced_ops, unfinished
 from gradaudit.capture.trace.escalation import Escalation
 from gradaudit.capture.weights import Buffers
 
@@ -57,7 +57,7 @@ class Auditor:
         self._window = Window()
         self._shared_window = Window()
         always = settings.origin == "always"
-        self._forward = Forward(self.names, self._registry, self, self._window, armed=always)
+        self.forward = Forward(self.names, self._registry, self, self._window, armed=always)
         self._escalation = Escalation(always=always, initial=self._registry.scale_settings)
         self._losses = Losses()
         self._gradients = GradWatch()
@@ -68,7 +68,7 @@ class Auditor:
         self._num_updates: dict[int, int] = {}
         self._log = CallLog()
         parts = (self._losses, self._gradients, self._log)
-        self._passes = Passes(self.names, self._registry, self._forward, *parts, self._now)
+        self._passes = Passes(self.names, self._registry, self.forward, *parts, self._now)
         self.calls = Calls(self, self._registry, *parts, self._now)
         self._errors: list[str] = []
 
@@ -76,7 +76,7 @@ class Auditor:
         """Begin to hand over rows, and to keep batches."""
         self._recorder = self._log.recorder = recorder
         recorder.on_step = self._escalation.finished
-        self._forward.batches = batches
+        self.forward.batches = batches
 
     @guarded
     def introduce(self, model: torch.nn.Module | None, optimizer: Any, scaler: Any) -> None:
@@ -93,7 +93,7 @@ class Auditor:
     def paused(self) -> Iterator[None]:
         """Nothing that happens inside is recorded, or counted as time of a step."""
         self._gradients.stop_looking()  # every gradient will be set aside for a while
-        was_tracing = self._forward.tracing.pause()
+        was_tracing = self.forward.tracing.pause()
         off, self.off, start = self.off, True, time.perf_counter()
         try:
             yield
@@ -115,7 +115,7 @@ class Auditor:
         self._gradients.stop_looking()
         self._window, self._shared_window = Window(), Window()
         self._open.clear()
-        self._forward.clear()
+        self.forward.clear()
         reason = one_line(error)
         self._errors.append(f"capture stopped at step {self._step}: {reason}")
         warn_once(self._step, reason)
@@ -125,23 +125,23 @@ class Auditor:
     @guarded
     def on_forward_start(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A module's forward begins. Sync: none."""
-        self._forward.start(module, args)
+        self.forward.start(module, args)
         self._buffers.look()
 
     @guarded
     def on_forward_end(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         """A module's forward is over, even when it raised. Sync: none."""
-        self._forward.end(module, inputs, output)
+        self.forward.end(module, inputs, output)
 
     @guarded
     def on_op_start(self, func: Any, args: Any, kwargs: Any) -> Any:
         """torch is about to run an operation of a traced forward. Sync: none."""
-        return self._forward.tracing.start(func, args, kwargs)
+        return self.forward.tracing.start(func, args, kwargs)
 
     @guarded
     def on_op_end(self, started: Any, out: Any) -> None:
         """It returned. Sync: none."""
-        self._forward.tracing.end(started, out)
+        self.forward.tracing.end(started, out)
 
     # Loss and backward
 
@@ -160,7 +160,7 @@ class Auditor:
 
     def on_backward_end(self, backward: Backward | None, error: BaseException | None) -> None:
         """`backward` returned or raised; capture may have been switched off meanwhile. Sync: none."""
-        self._forward.in_backward = max(self._forward.in_backward - 1, 0)
+        self.forward.in_backward = max(self.forward.in_backward - 1, 0)
         if backward is not None and backward.walk is not None:
             backward.walk.remove()
         self._end_backward(backward, error)
@@ -184,7 +184,7 @@ class Auditor:
     @guarded
     def on_unscale(self, scaler: Any, optimizer: Any) -> Row | None:
         """`scaler.unscale_` is about to divide the gradients; the row is for `calls.on_scaler_end`. Sync: none."""
-        self._forward.tracing.pause()
+        self.forward.tracing.pause()
         if not scaler.is_enabled():
             return None
         fresh = id(optimizer) not in self._open
@@ -197,7 +197,7 @@ class Auditor:
     @guarded
     def on_scaler_step_start(self, scaler: Any, optimizer: Any) -> Row | None:
         """`scaler.step` was called; the row is for `calls.on_scaler_end`. Sync: none."""
-        self._forward.tracing.pause()
+        self.forward.tracing.pause()
         if not scaler.is_enabled():
             return None
         fresh = id(optimizer) not in self._open
@@ -207,7 +207,7 @@ class Auditor:
         if fresh:
             self._open_step(optimizer, scaler)
         if not any(self._open[id(optimizer)].present):
-            row["detail"] = without_gradient(optimizer, self.names, self._forward.ran)
+            row["detail"] = without_gradient(optimizer, self.names, self.forward.ran)
         self._stepping[id(optimizer)] = False
         return row
 
@@ -238,9 +238,8 @@ class Auditor:
     @guarded
     def on_optimizer_start(self, optimizer: Any, *, has_closure: bool) -> None:
         """`optimizer.step` begins, called by the scaler or by the script. Sync: none."""
-        self._forward.tracing.pause()
-        if id(optimizer) in self._stepping:
-            self._stepping[id(optimizer)] = True
+        self.forward.tracing.pause()
+        if joins_outer_step(self._registry, self._open, self._stepping, optimizer):
             return
         opened = self._open.get(id(optimizer))
         if opened is None:
@@ -255,7 +254,7 @@ class Auditor:
     @guarded
     def on_optimizer_end(self, optimizer: Any) -> None:
         """`optimizer.step` returned. Sync: none."""
-        if id(optimizer) in self._stepping:
+        if joins_outer_step(self._registry, self._open, self._stepping, optimizer):
             return
         if id(optimizer) not in self._open:
             self._open_step(optimizer, None)  # a closure computed the gradients inside the step
@@ -271,27 +270,27 @@ class Auditor:
     def on_autocast(self, device: str, dtype: str, enabled: bool) -> None:
         """An autocast region was entered. Sync: none."""
         self._log.autocast(device, dtype, enabled=enabled)
-        self._forward.tracing.enter_autocast(device, enabled=enabled)
+        self.forward.tracing.enter_autocast(device, enabled=enabled)
         if enabled and torch.is_grad_enabled():
             self._resume_trace()
 
     @guarded
     def on_autocast_exit(self) -> None:
         """An autocast region was left. Sync: none."""
-        self._forward.tracing.exit_autocast()
+        self.forward.tracing.exit_autocast()
 
     @guarded
     def close_open_steps(self, *, failed: bool) -> None:
         """End of recording, with an exception if it `failed`: unfinished attempts are kept as such. Sync: none."""
-        self._forward.batches.close(self._step, failed=failed)
+        self.forward.batches.close(self._step, failed=failed)
         self._gradients.stop_looking()
         for optimizer in self._registry.known_optimizers():
             if id(optimizer) in self._open:
                 self._close_step(optimizer, found=[], given_up=True)
-        ops = traced_ops(self._forward.tracing.notes, self.names.full)
+        ops = traced_ops(self.forward.tracing.notes, self.names.full)
         if failed and self._recorder is not None and (self._window.rows or ops is not None):
             self._recorder.put(unfinished(self._step, self._window, ops))
-        self._forward.clear()
+        self.forward.clear()
 
     def _look_for_changes(self, optimizer: Any) -> None:
         """Whether somebody changed the gradients that are about to be used."""
@@ -324,7 +323,7 @@ class Auditor:
         if self._recorder.error is not None:
             self.fail(self._recorder.error)
             return
-        tracing = self._forward.tracing
+        tracing = self.forward.tracing
         step["traced"] = tracing.is_whole
         ops = traced_ops(tracing.notes, self.names.full)
         was_applied = not given_up and not held_back
@@ -341,7 +340,7 @@ class Auditor:
             ops=ops,
             armed=self._escalation.armed,
         )
-        self._forward.batches.step_closed(packet)
+        self.forward.batches.step_closed(packet)
         armed = self._escalation.closed(
             packet,
             held_back=held_back,
@@ -355,7 +354,7 @@ class Auditor:
 
     def _next_step(self, *, overflowed: bool, armed: bool) -> None:
         now = time.perf_counter()
-        is_typical = bool(self._window.rows) and self._forward.tracing.notes is None  # a traced step costs more
+        is_typical = bool(self._window.rows) and self.forward.tracing.notes is None  # a traced step costs more
         self._sampler.measured(self.cost_s - self._cost_at_close_s, now - self._last_close, sampled=is_typical)
         self._last_close, self._cost_at_close_s = now, self.cost_s
         self._step += 1
@@ -366,7 +365,7 @@ class Auditor:
             self._shared_window = Window(window.num_backward, window.losses, window.inputs, window.scaled_losses)
         self._losses.step_closed()
         self._window = Window()
-        self._forward.begin_step(self._window, sampling=self._sampling, armed=armed)
+        self.forward.begin_step(self._window, sampling=self._sampling, armed=armed)
 
     def _row(self, name: str, optimizer: Any, scaler: Any, *, scaled: bool | None) -> Row:
         return self._log.row(
@@ -387,10 +386,10 @@ class Auditor:
             **self._run,
             "heartbeat_at": time.time(),
             **self._registry.describe(),
-            **self._setup.describe(self.names, self._forward.hidden),
+            **self._setup.describe(self.names, self.forward.hidden),
             "autocast": list(self._log.autocasts),
-            "errors": [*self._errors, *self._forward.tracing.errors, *self._forward.batches.errors],
-            "batches": list(self._forward.batches.saved),
+            "errors": [*self._errors, *self.forward.tracing.errors, *self.forward.batches.errors],
+            "batches": list(self.forward.batches.saved),
             "drops": {"sampled_steps": self._recorder.num_dropped if self._recorder is not None else 0},
             "cost": {
                 "recording_s": round(self.cost_s, 3),

@@ -53,6 +53,23 @@ class Forward:
         self.running.clear()
         self.tracing.end_recording()
 
+    def passes_start(self) -> bool:
+        """Whether the module that begins lies inside another one on a step that is not sampled: then it only counts.
+
+        Nearly all calls do, and they should cost next to nothing. Sync: none.
+        """
+        if self.sampling or self._depth == 0 or threading.get_ident() != self._thread:
+            return False
+        self._depth += 1
+        return True
+
+    def passes_end(self) -> bool:
+        """The same for one that ends. Sync: none."""
+        if self.sampling or self._depth <= 1 or threading.get_ident() != self._thread:
+            return False
+        self._depth -= 1
+        return True
+
     def start(self, module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         """A module's forward begins. Sync: none."""
         if threading.get_ident() != self._thread:

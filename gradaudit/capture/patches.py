@@ -72,13 +72,16 @@ def _unseen(function: Any) -> Any:
 
 
 def _hook_modules(auditor: Auditor, undos: list[Undo]) -> None:
+    passes_start, passes_end = auditor.forward.passes_start, auditor.forward.passes_end
+
     def before(module: torch.nn.Module, args: Any) -> None:
-        if not _in_a_transform():
+        # the first question is a constant while compiling, so that the others are not asked there
+        if not torch.compiler.is_compiling() and not passes_start() and not _in_a_transform():
             auditor.on_forward_start(module, args)
 
     def after(module: torch.nn.Module, args: Any, *kwargs_and_output: Any) -> None:
         # a forward that raised is reported without its keywords, whatever was asked for
-        if not _in_a_transform():
+        if not torch.compiler.is_compiling() and not passes_end() and not _in_a_transform():
             auditor.on_forward_end(module, (args, *kwargs_and_output[:-1]), kwargs_and_output[-1])
 
     handles = [

@@ -17,7 +17,7 @@ import torch
 from gradaudit.capture.graph import Key
 from gradaudit.capture.names import Name, Names
 from gradaudit.capture.settings import CaptureSettings
-from gradaudit.capture.setup import group_facts, has_stepped
+from gradaudit.capture.setup import group_facts, has_stepped, wrapped_optimizers
 
 
 @dataclass(slots=True)
@@ -130,6 +130,7 @@ class Registry:
             self._missed_one_made = True
         if identity not in self._slots:
             self._slots[identity] = {}
+            self._take_in(optimizer, identity)
             groups = optimizer.param_groups
             self._optimizers[identity] |= {
                 "lr": _plain_number(groups[0].get("lr")) if groups else None,
@@ -138,6 +139,14 @@ class Registry:
                 **group_facts(optimizer),
             }
         return identity
+
+    def _take_in(self, wrapper: Any, identity: int) -> None:
+        """Optimizers that another one steps for it are that one from now on: one step, one identity."""
+        inner = wrapped_optimizers(wrapper)
+        for optimizer in inner:
+            self._optimizer_ids[optimizer] = identity
+        if inner:
+            self._optimizer_refs = [entry for entry in self._optimizer_refs if entry[1]() not in inner]
 
     def made_optimizer(self, optimizer: Any, file: str | None, line: int | None) -> int:
         """The identity of an optimizer just made, which may never be used; `file` and `line` are where."""

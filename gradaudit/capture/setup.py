@@ -84,9 +84,32 @@ def group_facts(optimizer: Any) -> dict[str, Any]:
     return {"eps": float(min(eps)) if eps else None, "fused": any(bool(group.get("fused")) for group in groups)}
 
 
+def wrapped_optimizers(optimizer: Any) -> list[Any]:
+    """Those of torch's optimizers that an object holds, alone or in a list or dict, and steps for. Sync: none.
+
+    Such have no parameters but the object's own: a look-ahead around one, several behind one step.
+    """
+    held: list[Any] = []
+    for value in vars(optimizer).values() if hasattr(optimizer, "__dict__") else ():
+        held += value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    inner = [value for value in held if isinstance(value, torch.optim.Optimizer) and value is not optimizer]
+    if not inner:
+        return []
+    own = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    return [
+        one for one in inner if own.issuperset(id(param) for group in one.param_groups for param in group["params"])
+    ]
+
+
 def has_stepped(optimizer: Any) -> bool:
     """Whether an optimizer has state from earlier steps; some (Adagrad) fill it when they are made. Sync: none."""
-    return any(_counts(state) for state in optimizer.state.values() if len(state))
+    return any(_counts(state) for state in _state(optimizer).values() if len(state))
+
+
+def _state(optimizer: Any) -> Mapping[Any, Any]:
+    """Per parameter what an optimizer keeps; a wrapper around one need not have any."""
+    state = getattr(optimizer, "state", None)
+    return state if isinstance(state, Mapping) else {}
 
 
 def _counts(state: Mapping[str, Any]) -> bool:
@@ -99,9 +122,10 @@ def _counts(state: Mapping[str, Any]) -> bool:
 def state_facts(optimizer: Any) -> StateFacts | None:
     """What an optimizer keeps for its parameters, None while that is nothing. Sync: none."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = _state(optimizer)
     kept: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for param in sorted(params, key=lambda param: param.dtype not in HALF):  # stable: half parameters first
-        for key, value in (optimizer.state.get(param) or {}).items():
+        for key, value in (states.get(param) or {}).items():
             if isinstance(value, torch.Tensor) and value.shape == param.shape and value.is_floating_point():
                 kept.setdefault(str(key), []).append((param, value))
     if not kept:

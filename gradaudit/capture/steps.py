@@ -75,6 +75,18 @@ class OpenStep:
     halves: list[HalfWeight] = field(default_factory=list)
 
 
+def joins_outer_step(
+    registry: Registry, opened: dict[int, OpenStep], stepping: dict[int, bool], optimizer: Any
+) -> bool:
+    """Whether a step is a part of another's: of `scaler.step`, which is told of it, or of a wrapper's. Sync: none."""
+    if stepping:
+        stepping.update(dict.fromkeys(stepping, True))
+        return True
+    identity = registry.optimizer(optimizer)
+    outer = [step for key, step in opened.items() if key != id(optimizer)]
+    return any(step.optimizer == identity and step.scaler is None for step in outer)
+
+
 def open_step(
     registry: Registry, window: Window, optimizer: Any, scaler: Any, *, scaled: bool, sampling: bool
 ) -> OpenStep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -168,8 +169,10 @@ def _resume_reset(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
         return Skipped("no enabled GradScaler was used")
-    resumed = [o for o in facts.analysis.run.meta.get("optimizers", []) if o.get("resumed")]
     scaler = history.scaler
+    resumed = [
+        o for o in facts.analysis.run.meta.get("optimizers", []) if o.get("resumed") and _begins_with(facts, o, scaler)
+    ]
     if not resumed or scaler.get("loaded") or not len(history):
         return []
     if float(history.scale[0]) != history.settings.init_scale or history.growth_tracker[0] > 0:
@@ -195,6 +198,17 @@ def _resume_reset(facts: Facts) -> Outcome:
             remedy="Save scaler.state_dict() with the checkpoint and call scaler.load_state_dict() on resume.",
         )
     ]
+
+
+def _begins_with(facts: Facts, optimizer: dict[str, Any], scaler: dict[str, Any]) -> bool:
+    """Whether an optimizer's first step is among the first of a scaler: one that joins later finds it in use."""
+    steps = facts.analysis.steps
+    mine = np.flatnonzero(steps.optimizer == optimizer["id"])
+    of_scaler = np.flatnonzero(steps.scaler == scaler["id"])
+    if not len(mine) or not len(of_scaler):
+        return False
+    turns = len(np.unique(steps.optimizer))  # several optimizers may each have an update of their own
+    return bool(steps.scaler[mine[0]] == scaler["id"] and steps.step[mine[0]] <= steps.step[of_scaler[0]] + turns)
 
 
 _COURSE = (
