@@ -44,8 +44,21 @@ class _Scaler:
 
 @dataclass(frozen=True, slots=True)
 class _Fault:
+    """`in_forward`: it shows before the backward, so that it is another one than gradients that overflow."""
+
     step: int
     armed: bool
+    in_forward: bool
+
+
+@dataclass(slots=True)
+class _Hunt:
+    """What is done about one kind of fault: `is_on` while there was one that no traced step has shown yet."""
+
+    is_on: bool = False
+    num_uncaught: int = 0
+    num_catches: int = 0
+    quiet_until: int = 0
 
 
 class Judge:
@@ -58,7 +71,7 @@ class Judge:
         """Whether a row of the step table shows what no search for a scale explains."""
         found = bool(row["found_inf"])
         searching = self._follow(row["scaler"], row["scale"], overflowed=found)
-        if row["loss_finite"] is False or row["input_finite"] is False or row.get("scaled_loss_finite") is False:
+        if in_forward(row):
             return True
         if found:
             return not searching
@@ -87,6 +100,11 @@ class Judge:
         return course.proven is not None
 
 
+def in_forward(row: dict[str, Any]) -> bool:
+    """Whether a row of the step table was bad before its backward."""
+    return row["loss_finite"] is False or row["input_finite"] is False or row.get("scaled_loss_finite") is False
+
+
 class Escalation:
     """Decides after each step whether the next one is traced.
 
@@ -103,8 +121,8 @@ class Escalation:
         self._judge = Judge()
         self._arrived: deque[_Fault] = deque()
         self._courses: dict[int, _Scaler] = {}
-        self._is_hunting = False  # there was a fault that no traced step has shown yet
-        self._left = self._num_uncaught = self._num_traced = self._num_catches = self._quiet_until = 0
+        self._hunts = {False: _Hunt(), True: _Hunt()}  # by whether the fault is in the forward
+        self._left = self._num_traced = 0
 
     def closed(self, packet: Packet, *, held_back: bool, saw_fault: bool, num_optimizers: int) -> bool:
         """A step is over: whether to trace the next.
@@ -118,32 +136,35 @@ class Escalation:
         Sync: none.
         """
         if packet.on_host:
-            fault = self._shows_fault(packet) or saw_fault
+            fault, forward = self._shows_fault(packet)
         else:
-            fault = saw_fault or self._is_stuck(packet, held_back=held_back)
-        self.failed = fault
+            fault, forward = self._is_stuck(packet, held_back=held_back), False
+        self.failed = fault = fault or saw_fault
         while self._arrived:
             self._take(self._arrived.popleft(), num_optimizers)
         if fault:
-            self._take(_Fault(packet.step, packet.armed), num_optimizers)
+            self._take(_Fault(packet.step, packet.armed, forward or saw_fault), num_optimizers)
         self.armed = self._always or self._goes_on()
         return self.armed
 
     def finished(self, packet: Packet, row: dict[str, Any]) -> None:
         """A step's numbers have arrived from the device; called in the writer thread."""
         if not packet.on_host:
-            fault = self._judge.is_fault(row) or (packet.samples is not None and has_bad_outputs(packet.samples))
-            if fault:
-                self._arrived.append(_Fault(packet.step, packet.armed))
+            forward = in_forward(row) or (packet.samples is not None and has_bad_outputs(packet.samples))
+            if self._judge.is_fault(row) or forward:
+                self._arrived.append(_Fault(packet.step, packet.armed, forward))
 
-    def _shows_fault(self, packet: Packet) -> bool:
+    def _shows_fault(self, packet: Packet) -> tuple[bool, bool]:
+        """Whether there is one, and whether it is in the forward."""
         scale = _scale_if_clean(packet)
+        fault = forward = False
         if scale is None:
-            fault = self._judge.is_fault(packet.row())
+            row = packet.row()
+            fault, forward = self._judge.is_fault(row), in_forward(row)
         else:
             self._judge.was_clean(packet.scaler, scale)
-            fault = False
-        return fault or (packet.samples is not None and has_bad_outputs(packet.samples))
+        forward = forward or (packet.samples is not None and has_bad_outputs(packet.samples))
+        return fault or forward, forward
 
     def _is_stuck(self, packet: Packet, *, held_back: bool) -> bool:
         """Two skipped steps in a row outside the search; a single one may be a scale that grew too far."""
@@ -162,16 +183,19 @@ class Escalation:
         return course.num_in_a_row > 1
 
     def _take(self, fault: _Fault, num_optimizers: int) -> None:
+        hunt = self._hunts[fault.in_forward]
         if fault.armed:
-            if self._is_hunting:
-                self._num_catches += 1
-                self._quiet_until = fault.step + FIRST_PAUSE * 2 ** (self._num_catches - 1)
-            self._left = self._num_uncaught = 0
-            self._is_hunting = False
-        elif self._num_catches < MAX_CATCHES and fault.step >= self._quiet_until:
-            self._num_uncaught += 1
-            self._is_hunting = True
-            self._left = TRACED_STEPS * max(num_optimizers, 1) if self._num_uncaught == 1 else MAX_TRACED
+            if hunt.is_on:
+                hunt.num_catches += 1
+                hunt.quiet_until = fault.step + FIRST_PAUSE * 2 ** (hunt.num_catches - 1)
+            hunt.num_uncaught, hunt.is_on = 0, False
+            if not any(other.is_on for other in self._hunts.values()):
+                self._left = 0
+        elif hunt.num_catches < MAX_CATCHES and fault.step >= hunt.quiet_until:
+            hunt.num_uncaught += 1
+            hunt.is_on = True
+            steps = TRACED_STEPS * max(num_optimizers, 1) if hunt.num_uncaught == 1 else MAX_TRACED
+            self._left = max(self._left, steps)
 
     def _goes_on(self) -> bool:
         """Whether one more step is traced."""
