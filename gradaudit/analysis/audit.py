@@ -132,7 +132,8 @@ def _verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
         if num_more:
             summary += f" {num_more} more finding{'s' if num_more > 1 else ''} below."
         return Verdict(level, summary)
-    num_steps, num_skipped = len(analysis.steps), int(analysis.steps.skipped.sum())
+    steps = analysis.steps
+    num_steps, num_skipped = len(steps), int(steps.skipped.sum())
     if not num_steps:
         why = "recording failed, see below" if analysis.run.meta.get("errors") else "no optimizer step was recorded"
         return Verdict("healthy", f"Nothing to judge: {why}.")
@@ -141,7 +142,11 @@ def _verdict(facts: Facts, findings: Sequence[Finding]) -> Verdict:
     if not analysis.ran_fp16:
         return Verdict("healthy", f"No FP16 gradient in {num_steps} steps, so nothing of FP16 to go wrong.")
     num_unexplained = sum(int(updates.sum()) for updates in facts.unexplained)
+    num_left = int((steps.skipped.astype(bool) & (steps.found_inf == 0)).sum())
     skips = f"{num_skipped} of {num_steps} steps were skipped, as the scaler's rule implies"
+    if num_left:
+        by_rule = f", {num_skipped - num_left} by the scaler's rule" if num_skipped > num_left else ""
+        skips = f"{num_left} of {num_steps} attempts were left out by the script itself{by_rule}"
     if num_unexplained:
         why = "because the loss or a gradient was not finite at any scale"
         skips = f"{num_skipped} of {num_steps} steps were skipped, {num_unexplained} of them {why}"

@@ -242,8 +242,9 @@ def _on_update(state: _State, event: Event) -> None:
     if event["raised"]:
         if NO_SCALE in event["raised"]:
             state.observe("no scale", state.backward or event, event, None, scaler=scaler)
-        elif NO_CHECKS in event["raised"] and state.bypass is None:
-            state.observe("update without step", event, state.scaled_backward, None)
+        elif NO_CHECKS in event["raised"]:
+            what = "update without step" if state.bypass is None else "update after bypass"
+            state.observe(what, event, state.bypass or state.scaled_backward, None)
         return
     state.updates[scaler] = state.updates.get(scaler, 0) + 1
     state.last_update[scaler] = event

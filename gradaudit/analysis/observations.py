@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,3 +77,9 @@ class Calls:
         events = self.named.get(name, [])
         index = bisect_left(events, before["seq"], key=lambda event: event["seq"])
         return events[index - 1] if index else None
+
+    def next(self, name: str, after: Event) -> Event | None:
+        """The first event of a name after another one."""
+        events = self.named.get(name, [])
+        index = bisect_right(events, after["seq"], key=lambda event: event["seq"])
+        return events[index] if index < len(events) else None

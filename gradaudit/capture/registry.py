@@ -17,7 +17,7 @@ import torch
 from gradaudit.capture.graph import Key
 from gradaudit.capture.names import Name, Names
 from gradaudit.capture.settings import CaptureSettings
-from gradaudit.capture.setup import group_facts, has_stepped, wrapped_optimizers
+from gradaudit.capture.setup import group_facts, has_stepped, hook_sites, wrapped_optimizers
 
 
 @dataclass(slots=True)
@@ -162,6 +162,7 @@ class Registry:
                 "resumed": False,
                 "param_dtypes": [],
                 "param_devices": [],
+                "gradient_hooks": [],
                 "eps": None,
                 "fused": False,
                 "state_dtypes": {},
@@ -202,6 +203,8 @@ class Registry:
                     known = slots[id(param)] = (len(slots), entry)
                     described["params"].append(entry.id)
                     described["param_dtypes"].append(str(param.dtype).removeprefix("torch."))
+                    hooks = described["gradient_hooks"]
+                    hooks += [site for site in hook_sites(param) if site not in hooks]
                     described["param_devices"] = sorted({*described["param_devices"], param.device.type})
                 known[1].trainable |= param.requires_grad  # layers may be unfrozen on the way
                 found.append((known[0], param, known[1]))
@@ -302,7 +305,7 @@ class Registry:
 
 
 def _copied(optimizer: dict[str, Any]) -> dict[str, Any]:
-    return {**optimizer, **{key: list(optimizer[key]) for key in ("params", "param_dtypes")}}
+    return {**optimizer, **{key: list(optimizer[key]) for key in ("params", "param_dtypes", "gradient_hooks")}}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

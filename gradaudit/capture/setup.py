@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from gradaudit.capture.callsite import is_users
 from gradaudit.capture.names import Name, Names
 from gradaudit.capture.reading import stack_scalars
 from gradaudit.capture.recorder import Pending
@@ -99,6 +100,14 @@ def wrapped_optimizers(optimizer: Any) -> list[Any]:
     return [
         one for one in inner if own.issuperset(id(param) for group in one.param_groups for param in group["params"])
     ]
+
+
+def hook_sites(param: torch.Tensor) -> list[dict[str, Any]]:
+    """Where the user's functions are written that may change a parameter's gradient in backward. Sync: none."""
+    tables = (param._backward_hooks, getattr(param, "_post_accumulate_grad_hooks", None))
+    hooks = [hook for table in tables for hook in (table or {}).values()]
+    codes = [getattr(getattr(hook, "func", hook), "__code__", None) for hook in hooks]
+    return [{"file": c.co_filename, "line": c.co_firstlineno} for c in codes if c and is_users(c.co_filename)]
 
 
 def has_stepped(optimizer: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
+from dataclasses import replace
 
 from gradaudit.analysis.report import Evidence, LayerRow, Outlook, Place
 
@@ -165,7 +166,9 @@ def format_evidence(evidence: Evidence) -> str:
     text = f"{evidence_label(evidence.name)} {_quantity(evidence.value, evidence)}"
     if evidence.threshold is None:
         return text
-    return f"{text} (threshold {_quantity(evidence.threshold, evidence)})"
+    # what it is a share of, or a count of, has just been said
+    unit = "" if " " in evidence.unit else evidence.unit
+    return f"{text} (threshold {_quantity(evidence.threshold, replace(evidence, unit=unit))})"
 
 
 def evidence_label(name: str) -> str:

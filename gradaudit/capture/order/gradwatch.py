@@ -169,8 +169,9 @@ class GradWatch:
     def known_change(self, known: Known) -> None:
         """A call that is in the log has changed gradients: what is there now is taken as given. Sync: none."""
         for identity, optimizer in known:
-            if identity in self._seen:
-                self._seen[identity] = _Seen(state_of(optimizer))
+            seen = self._seen.get(identity)
+            if seen is not None:
+                self._seen[identity] = _Seen(state_of(optimizer), None if seen.reading is None else read(optimizer))
 
     def forget(self, identity: int) -> None:
         """The gradients of an optimizer are gone, or used. Sync: none."""

@@ -52,9 +52,10 @@ def where_is(event: Event) -> str:
     return f"{event['file']}:{event['line']}" if event["file"] else str(event["name"])
 
 
-def stopped(event: Event) -> str:
-    """A sentence on what torch raised in a call, empty if nothing."""
-    return f" torch stopped with: {event['raised'].strip().rstrip('.')}." if event["raised"] else ""
+def stopped(event: Event, times: int = 1) -> str:
+    """A sentence on what torch raised in a call, and how many times in all; empty if nothing."""
+    again = f", {times} times" if times > 1 else ""
+    return f" torch stopped with: {event['raised'].strip().rstrip('.')}{again}." if event["raised"] else ""
 
 
 def span(facts: Facts, steps: Sequence[int]) -> tuple[int, int]:

@@ -43,6 +43,12 @@ CALMER = 0.1
 BITES = 0.99
 """A factor below this cut something off; above, it is the 1 of a clip whose limit was not reached."""
 
+MIN_HELD_PARAMS = 3
+"""Two gradients may be equal because one is the sum of what the other is; not all of several layers."""
+
+MIN_HELD_STEPS = 5
+"""Steps after which magnitudes that never change are no accident."""
+
 TIE_DECADES = 1.0
 """Nearer than a decade the two readings of a limit do not differ enough to tell which one was meant."""
 
@@ -52,7 +58,8 @@ class Clip:
     """One time that scaled gradients were clipped.
 
     `limit` is None where it was a tensor or is unknown; `hid` whether an inf or NaN was gone afterwards; `asked`
-    whether the scale was read just before; `belongs` the unscale_ that came too late, or the call it belongs after.
+    whether the scale was read just before; `belongs` the unscale_ that came too late, or the call it belongs after;
+    `scaler` whether a GradScaler had scaled the loss, and not the script.
     """
 
     event: Event
@@ -62,6 +69,7 @@ class Clip:
     hid: bool
     asked: bool
     belongs: Event | None
+    scaler: bool = True
 
 
 def on_purpose(limits: Sequence[float], scales: Sequence[float], *, asked: bool) -> bool:
@@ -131,6 +139,82 @@ def clips_by_hand(facts: Facts, calls: Calls) -> list[Clip]:
     return found
 
 
+def clips_of_hand_scaled(calls: Calls) -> list[Clip]:
+    """Calls of torch's clip functions on gradients of a loss multiplied by hand, divided by that only later."""
+    found = []
+    for event in (event for name in CLIPS for event in calls.named.get(name, [])):
+        backward = calls.last("backward", event)
+        factor = None if backward is None or backward["scaled"] else number(detail(backward).get("factor"))
+        if factor is None or factor in (0.0, 1.0) or event["raised"]:
+            continue
+        said = detail(event)
+        limit, norm = number(said.get("limit")), number(said.get("norm"))
+        divided = _divided_after(calls, event, factor)
+        if divided is not None and (norm is None or limit is None or norm > limit):
+            found.append(Clip(event, divided["optimizer"], limit, factor, False, False, divided, scaler=False))
+    measured = {clip.optimizer for clip in found if clip.belongs and number(detail(clip.belongs).get("factor_max"))}
+    copied = {clip.optimizer for clip in found if clip.event["optimizers"] is None}
+    return [clip for clip in found if clip.optimizer in measured | copied]
+
+
+def _divided_after(calls: Calls, clip: Event, factor: float) -> Event | None:
+    """The change between a clip and the next backward that divided by a loss's factor, or may have: not all are
+    measured."""
+    backward = calls.next("backward", clip)
+    event = calls.next("gradients.changed", clip)
+    while event is not None and (backward is None or event["seq"] < backward["seq"]):
+        # a copy to FP32 masters is another optimizer's gradients than those that were clipped
+        ours = event["optimizer"] in clip["optimizers"] if clip["optimizers"] else detail(event)["kind"] == "replaced"
+        low, high = number(detail(event).get("factor_min")), number(detail(event).get("factor_max"))
+        if ours and (low is None or high is None or max(abs(low * factor - 1), abs(high * factor - 1)) <= HELD):
+            return event
+        event = calls.next("gradients.changed", event)
+    return None
+
+
+def clips_in_hooks(facts: Facts, calls: Calls) -> list[Clip]:
+    """Scaled gradients that come out of backward with one and the same largest magnitude: clamped by hooks of tensors.
+
+    Nothing is called between backward and step then, so that only what it leaves shows: the limit, to the last bit, in
+    all parameters, step after step.
+    """
+    steps, found = facts.analysis.steps, []
+    known = {event["optimizer"] for event in calls.named.get("gradients.changed", [])}
+    known |= {one for name in CLIPS for event in calls.named.get(name, []) for one in event["optimizers"] or ()}
+    for entry in facts.analysis.run.meta.get("optimizers", []):
+        rows, amax = steps.param_matrix(entry["id"])
+        if entry["id"] in known or amax.shape[1] < MIN_HELD_PARAMS:
+            continue
+        limits = _held_in_all(amax)
+        held = limits > 0
+        scaled = (steps.scaler[rows] >= 0) & np.isfinite(amax).all(axis=1)
+        if not len(rows) or held[scaled].sum() < max(MIN_HELD_STEPS, BITES * scaled.sum()) or np.ptp(limits[held]) > 0:
+            continue
+        at = set(steps.step[rows[held & scaled]].tolist())
+        for event in calls.named.get("scaler.step", []):
+            backward = calls.last("backward", event)
+            if event["optimizer"] != entry["id"] or event["step"] not in at or backward is None:
+                continue
+            scale = scale_of(facts, event, event["scaler"], optimizer=entry["id"])
+            if scale not in (None, 0.0, 1.0):
+                assert scale is not None
+                asked = calls.last("scaler.get_scale", event) is not None
+                hook = (entry.get("gradient_hooks") or [{"file": None, "line": None}])[0]
+                clip = {**backward, "name": "gradients.changed", "file": hook["file"], "line": hook["line"]}
+                found.append(Clip(clip, entry["id"], float(limits[held][0]), scale, False, asked, backward))
+    return found
+
+
+def _held_in_all(amax: np.ndarray) -> np.ndarray:
+    """Per step the magnitude that all its gradients share, 0 where they do not; those that are zero set aside."""
+    some = np.isfinite(amax) & (amax > 0)
+    largest = np.where(some, amax, 0.0).max(axis=1)
+    shared = (some.sum(axis=1) >= MIN_HELD_PARAMS) & (np.where(some, amax, largest[:, None]) == largest[:, None]).all(
+        axis=1
+    )
+    return np.where(shared, largest, 0.0)
+
+
 def _is_cut(numbers: dict[str, float]) -> bool:
     """Whether finite gradients were made smaller, and not all to nothing."""
     return 0 < numbers["factor_min"] < BITES and math.isfinite(numbers.get("norm_before", math.nan))
@@ -154,11 +238,17 @@ def _limit_of(changes: Sequence[dict[str, float]]) -> float | None:
 
 def _clip_before_unscale(facts: Facts) -> Outcome:
     calls = facts.calls()
-    if not has_scaler(calls):
+    hand_scaled = clips_of_hand_scaled(calls)
+    if not has_scaler(calls) and not hand_scaled:
         return NO_SCALER
     faulty: list[Clip] = []
     groups: dict[tuple[int, str], list[Clip]] = {}
-    for clip in (*clips_by_function(facts, calls), *clips_by_hand(facts, calls)):
+    for clip in (
+        *clips_by_function(facts, calls),
+        *clips_by_hand(facts, calls),
+        *clips_in_hooks(facts, calls),
+        *hand_scaled,
+    ):
         groups.setdefault((clip.optimizer, clip.event["name"]), []).append(clip)
     for clips in groups.values():
         sized = [c for c in clips if c.limit is not None and 0 < c.limit < math.inf]
@@ -183,7 +273,7 @@ def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
     lines = [site(clip.event, "p.grad changed" if clip.event["name"] not in CLIPS else None) for clip in faulty]
     # the line of a change by hand is looked for only once one has been seen
     lines = [place for place in lines if place.file] or lines
-    lines += [place for clip in faulty for place in sites(clip.belongs)]
+    lines += [place for clip in faulty for place in sites(clip.belongs) if clip.scaler or place.file]
     evidence = [
         Evidence("scale", first.scale),
         Evidence("num_clips", len(faulty), f"of {max(total, len(steps))} steps"),
@@ -199,10 +289,14 @@ def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
             *evidence,
         ]
         how = "cut down by hand to" if by_hand else "clipped at"
+        often = share(len(steps), total)
+        measured = _num_measured(calls, ids) if by_hand else 0
+        if measured:
+            often = f"{len(steps)} of {max(measured, len(steps))} steps that were measured"
         said.append(
             f"The gradients of {optimizer_class(facts, first.optimizer)} are {how} {first.limit:.4g} while they still "
             f"carry the loss scale {power(first.scale)}: in effect at {acting:.3g}, {off:,.6g} times too "
-            f"{'tight' if first.scale > 1 else 'loose'}, in {share(len(steps), total)}."
+            f"{'tight' if first.scale > 1 else 'loose'}, in {often}."
         )
     title = "Gradients are clipped before they are unscaled"
     if hid:
@@ -226,8 +320,16 @@ def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
         remedy=(
             "Call scaler.unscale_(optimizer) after the last backward of a step and before clipping, once per "
             "optimizer; scaler.step then does not divide again."
+            if first.scaler
+            else "Divide the gradients by the factor of the loss first, and clip them then."
         ),
     )
+
+
+def _num_measured(calls: Calls, ids: Sequence[int]) -> int:
+    """Steps at which a change by hand of some optimizers' gradients was measured: not all are."""
+    changes = [event for event in calls.named.get("gradients.changed", []) if event["optimizer"] in ids]
+    return len({event["step"] for event in changes if detail(event).get("norm_before") is not None})
 
 
 CLIPPING: tuple[Check, ...] = (Check("clip-before-unscale", _clip_before_unscale),)

@@ -80,6 +80,7 @@ def _step_bypasses_scaler(facts: Facts) -> Outcome:
     ]
     if not seen:
         return [] if has_scaler(calls) else NO_SCALER
+    refused = calls.of("update after bypass")
     kinds = {one.what for one in seen}
     total = calls.used.get(seen[0].optimizer or 0, 0)
     title = "optimizer.step() is called past the GradScaler"
@@ -95,7 +96,7 @@ def _step_bypasses_scaler(facts: Facts) -> Outcome:
             seen,
             id="step-bypasses-scaler",
             title=title,
-            summary=_how_bypassed(facts, seen, total, len(broken)),
+            summary=_how_bypassed(facts, seen, total, len(broken)) + "".join(stopped(o.event) for o in refused[:1]),
             evidence=(
                 Evidence("num_direct_steps", len(seen), f"of {max(total, len(seen))} steps"),
                 Evidence("num_nonfinite_applied", len(broken), "steps"),
@@ -149,7 +150,8 @@ def _unscaled_backward(facts: Facts) -> Outcome:
     first = seen[0]
     assert first.other is not None
     unused = calls.last("scaler.scale", first.event)
-    if unused is not None and unused["step"] != first.event["step"]:
+    before = calls.last("backward", first.event)
+    if unused is not None and (unused["step"] != first.event["step"] or _ran_on(before, unused)):
         unused = None
     name = optimizer_class(facts, first.optimizer if first.optimizer is not None else first.other["optimizer"])
     if plain:
@@ -162,8 +164,9 @@ def _unscaled_backward(facts: Facts) -> Outcome:
         )
     else:
         summary = (
-            f"{first.other['name']} was called although no loss ever went through scaler.scale: backward() ran on the "
-            f"plain loss.{stopped(first.other)}"
+            f"{first.other['name']} was called although no loss ever went through scaler.scale: "
+            f"{'backward() ran on the plain loss' if first.event['name'] == 'backward' else 'no backward had run'}."
+            f"{stopped(first.other)}"
         )
     if unused is not None:
         summary += f" scaler.scale was called at {where_is(unused)}, but backward() did not run on its result."
@@ -181,6 +184,11 @@ def _unscaled_backward(facts: Facts) -> Outcome:
     ]
 
 
+def _ran_on(backward: Event | None, scale: Event) -> bool:
+    """Whether a backward is the one that a call of scaler.scale was for: then the plain one is of another loss."""
+    return backward is not None and bool(backward["scaled"]) and backward["seq"] > scale["seq"]
+
+
 # missing-update and double-unscale
 
 
@@ -196,9 +204,11 @@ def _missing_update(facts: Facts) -> Outcome:
     at = f" after {before['name']} at {where_is(before)}" if before is not None else ""
     if first.what == "step again":
         summary = f"scaler.step of {name} was called twice for one backward"
+    elif before is not None and _is_early(calls, before):
+        summary = f"scaler.update() runs before {before['name']} of {name} at {where_is(before)}, and not after it"
     elif updates:
         left_out = f" at step {before['step']}" if before is not None else ""
-        summary = f"scaler.update() was left out{left_out}{at}, though it ran {updates} times before"
+        summary = f"scaler.update() was left out{left_out}{at}, though it ran {updates} time{'s' if updates > 1 else ''} before"
     else:
         summary = f"scaler.update() is never called: it belongs{at or ' after scaler.step'}"
     return [
@@ -207,7 +217,7 @@ def _missing_update(facts: Facts) -> Outcome:
             seen,
             id="missing-update",
             title="scaler.update() is missing",
-            summary=f"{summary}.{stopped(first.event)}",
+            summary=f"{summary}.{stopped(first.event, len(seen))}",
             evidence=(Evidence("num_updates", updates, "calls of scaler.update"),),
             remedy=(
                 "Call scaler.update() once at the end of every iteration that called unscale_ or scaler.step, also "
@@ -215,6 +225,12 @@ def _missing_update(facts: Facts) -> Outcome:
             ),
         )
     ]
+
+
+def _is_early(calls: Calls, step: Event) -> bool:
+    """Whether the update of a step came between its backward and itself."""
+    update, backward = calls.last("scaler.update", step), calls.last("backward", step)
+    return update is not None and backward is not None and update["seq"] > backward["seq"]
 
 
 def _double_unscale(facts: Facts) -> Outcome:
@@ -242,7 +258,7 @@ def _double_unscale(facts: Facts) -> Outcome:
             seen,
             id="double-unscale",
             title="unscale_ is called twice on the same gradients",
-            summary=f"{summary}.{stopped(first.event)}",
+            summary=f"{summary}.{stopped(first.event, len(seen))}",
             evidence=(Evidence("num_backward", first.num_backward, "backward calls of that step"),),
             remedy="Call unscale_ once per optimizer and step: after the last backward, before clipping and step.",
         )

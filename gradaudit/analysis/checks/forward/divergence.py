@@ -69,8 +69,6 @@ def divergence(facts: Facts) -> Outcome:
     steps = facts.analysis.steps
     if not np.isfinite(steps.loss).any():
         return Skipped("no finite loss was recorded")
-    course = scale_course(facts)
-    followed = course is not None and course.id == "scale-decay" and not (steps.loss_finite == 0).any()
     gradients = unscaled_amax_log2(steps)
     for optimizer in np.unique(steps.optimizer).tolist():
         rows = np.flatnonzero(steps.optimizer == optimizer)
@@ -79,10 +77,17 @@ def divergence(facts: Facts) -> Outcome:
         usable = rows[np.isfinite(steps.loss[rows]) & (steps.loss[rows] != 0) & ~steps.skipped[rows].astype(bool)]
         for end in ends.tolist():
             growth = _growth(steps, usable, gradients, end)
-            # a scale that merely follows gradients that grow says so itself
-            if growth is not None and (not followed or growth.speed_log2 >= FAST_LOG2):
+            if growth is not None and not _is_followed(facts, growth):
                 return [_finding(facts, growth)]
     return []
+
+
+def _is_followed(facts: Facts, growth: _Growth) -> bool:
+    """Whether the scale merely follows gradients that grow, and training goes on: that is scale-decay."""
+    if (facts.analysis.steps.loss_finite == 0).any() or growth.speed_log2 >= FAST_LOG2:
+        return False
+    course = scale_course(facts)
+    return course is not None and course.id == "scale-decay"
 
 
 def _growth(steps: Steps, usable: np.ndarray, gradients_log2: np.ndarray, end: int) -> _Growth | None:

@@ -117,9 +117,9 @@ def magnitude_evidence(origin: Origin) -> tuple[Evidence, ...]:
     found = [Evidence("num_nonfinite", bad, f"of {row.numel} elements"), Evidence("amax", row.amax, "largest finite")]
     if row.amax_fp32 is not None:
         largest = max((b.row.amax_fp32 or 0.0 for b in origin.births), default=0.0)
-        found.insert(0, Evidence("amax_fp32", row.amax_fp32, "largest magnitude in FP32", FP16.max_value))
+        found.insert(0, Evidence("amax_fp32", row.amax_fp32, "", FP16.max_value))
         if math.isfinite(row.amax_fp32):
-            found.insert(1, Evidence("times_limit", round(row.amax_fp32 / FP16.max_value, 3), "times 65,504", 1.0))
+            found.insert(1, Evidence("times_limit", round(row.amax_fp32 / FP16.max_value, 3), "", 1.0))
         if math.isfinite(largest) and largest > row.amax_fp32:
             found.append(Evidence("amax_fp32_later", largest, "largest over the traced steps"))
     return tuple(found)

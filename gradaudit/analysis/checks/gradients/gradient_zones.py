@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -303,13 +304,15 @@ def _was_scaled(facts: Facts) -> bool:
         return True
     factors = {number(detail(e).get("factor")) for e in facts.events if e["name"] == "backward"} - {None}
     changes = [detail(e) for e in facts.events if factors and e["name"] == "gradients.changed"]
-    divided = [(number(c.get("factor_min")), number(c.get("factor_max"))) for c in changes]
-    return any(
-        low is not None and high is not None and math.isclose(low * f, 1, rel_tol=1e-3) and math.isclose(low, high)
-        for low, high in divided
-        for f in factors
-        if f is not None and f > 1
-    )
+    return any(_undoes(change, f) for change in changes for f in factors if f is not None and f > 1)
+
+
+def _undoes(change: dict[str, Any], factor: float) -> bool:
+    """Whether a change divided gradients by a loss's factor; copies to FP32 masters that nobody measured may have."""
+    low, high = number(change.get("factor_min")), number(change.get("factor_max"))
+    if low is None or high is None:
+        return change.get("kind") == "replaced"
+    return math.isclose(low * factor, 1, rel_tol=1e-3) and math.isclose(low, high)
 
 
 GRADIENT_ZONES: tuple[Check, ...] = (
