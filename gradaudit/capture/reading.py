@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from gradaudit.capture.recorder import HostCopy
+from gradaudit.capture.host_copy import HostCopy
 from gradaudit.capture.statistic import dense_values
 
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 
+from gradaudit.capture.host_copy import HostCopy
 from gradaudit.capture.statistic import has_nonfinite, merge_rows, row_values
 from gradaudit.capture.trace.opnotes import TracedOps, op_rows
 from gradaudit.store.writer import RunWriter
@@ -27,32 +27,6 @@ FLUSH_S = 2.0
 
 MAX_WAITING_SAMPLES = 64
 """Sampled steps in flight before histograms are dropped: 1,000 tensors' rows are 0.8 MB a step."""
-
-
-class HostCopy:
-    """A device tensor on its way to the host.
-
-    Sync: none to make; `numpy` waits for the copy and belongs in the writer thread.
-    """
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._event: Any = None
-        self.on_host = tensor.device.type == "cpu"
-        if self.on_host:
-            self._host = tensor
-        else:
-            pinned = tensor.device.type == "cuda"
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-            self._host.copy_(tensor, non_blocking=pinned)
-            if pinned:
-                self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._event.record(torch.cuda.current_stream(tensor.device))
-
-    def numpy(self) -> np.ndarray:
-        """The values. Sync: waits for this one copy."""
-        if self._event is not None:
-            self._event.synchronize()
-        return self._host.numpy()
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ from gradaudit.capture.trace.opvalues import (
 )
 
 if TYPE_CHECKING:
-    from gradaudit.capture.recorder import HostCopy
+    from gradaudit.capture.host_copy import HostCopy
 
 MAX_OPS = 20_000
 """Rows of one step; only loops over time written by hand come this far, and they repeat themselves."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import gradaudit
-from gradaudit.capture.recorder import HostCopy, Packet
+from gradaudit.capture.host_copy import HostCopy
+from gradaudit.capture.recorder import Packet
 from gradaudit.capture.trace import escalation
 from gradaudit.capture.trace.escalation import Escalation, Judge
 from tests.factory import step as row_of

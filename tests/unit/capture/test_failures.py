@@ -19,7 +19,8 @@ import torch
 
 import gradaudit
 from gradaudit.capture import auditor, forward, graph, passes, recorder, steps
-from gradaudit.capture.recorder import HostCopy, Packet, Recorder, SampledTensors
+from gradaudit.capture.host_copy import HostCopy
+from gradaudit.capture.recorder import Packet, Recorder, SampledTensors
 from gradaudit.capture.statistic import tensor_row
 from gradaudit.store import Run, open_run
 from gradaudit.store.writer import RunWriter
