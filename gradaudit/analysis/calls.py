@@ -99,8 +99,9 @@ def read_calls(events: Sequence[Event]) -> Calls:
         handle = _HANDLERS.get(event["name"])
         if handle is not None:
             handle(state, event)
-    for optimizer, gradients in state.gradients.items():
-        _report_clips(state, optimizer, gradients, None)
+    if not state.used:  # what nobody used is nobody's fault, but where the log ends before any use
+        for optimizer, gradients in state.gradients.items():
+            _report_clips(state, optimizer, gradients, None)
     return Calls(
         observations=tuple(state.seen),
         named=named,
@@ -255,7 +256,6 @@ def _on_update(state: _State, event: Event) -> None:
 def _on_zero_grad(state: _State, event: Event) -> None:
     optimizer = event["optimizer"]
     gradients = state.of(optimizer)
-    _report_clips(state, optimizer, gradients, None)
     state.zeroed.add(optimizer)
     unused = gradients.num_backward > 0 and gradients.used is None
     state.gradients[optimizer] = _Gradients(

@@ -24,6 +24,7 @@ class Observation:
     "backward after unscale_": `event` added scaled gradients to what `other` had unscaled;
     "update between": `event` is the update between the backward and `other`, which uses the gradients;
     "update without step": torch refused the update `event`; `other` is the last scaled backward;
+    "update after bypass": the same, where `other` is a direct step before it;
     "unscale_ again": torch refused the unscale_ `event` after `other`, unscale_ or step;
     "no update": torch refused `event` in a new iteration, `other` is the call after which the update was left out;
     "step again": torch refused a second scaler.step, `event`, within one iteration, after `other`;

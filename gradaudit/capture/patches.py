@@ -224,7 +224,7 @@ def _scaler_observers(auditor: Auditor) -> dict[str, Callable[..., Any]]:
         auditor.calls.on_scaler_made(self, requested=bool(given.arguments.get("enabled", True)))
 
     methods = (scale, unscale_, step, update, load_state_dict, get_scale, state_dict, __init__)
-    return {observe.__name__: observe for observe in methods}
+    return {observe.__name__: _unseen(observe) for observe in methods}
 
 
 class _Logged:

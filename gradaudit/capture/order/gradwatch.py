@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradaudit.capture.host_copy import HostCopy
 from gradaudit.capture.order.linewatch import LineWatch
 from gradaudit.capture.reading import largest_each, norm_each, plain, stack_scalars
-from gradaudit.capture.recorder import HostCopy
 
 NUM_MEASURED = 20
 """Steps that are measured after the first change was seen: enough to tell a fixed limit from a fixed factor."""
@@ -130,10 +130,14 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Suspicion:
-    """What is done about an optimizer whose gradients were seen changed: steps left to measure, the line if known."""
+    """What is done about an optimizer whose gradients were seen changed: steps left to measure, the line if known.
+
+    `by_value`: no version shows the change (it went through `.data`), only what the host can read does.
+    """
 
     num_left: int = NUM_MEASURED
     num_searches: int = 0
+    by_value: bool = False
     site: tuple[str | None, int | None] = (None, None)
 
 
@@ -200,6 +204,7 @@ class GradWatch:
         if scaled:
             suspicion = self._suspicions.setdefault(identity, _Suspicion())
             suspicion.num_left -= 1
+            suspicion.by_value |= kind is None
             if self._lines is not None and self._lines.found is not None:
                 suspicion.site = self._lines.found
             change = Change(kind, seen.reading, after, suspicion.site)
@@ -216,19 +221,26 @@ class GradWatch:
         return suspicion is not None and suspicion.num_left > 0
 
     def _look_for_lines(self, known: Known) -> None:
-        due = []
+        due, by_value = [], False
         for identity, optimizer in known:
             suspicion = self._suspicions.get(identity)
             if suspicion is not None and suspicion.site[0] is None and suspicion.num_searches < MAX_LINE_SEARCHES:
                 suspicion.num_searches += 1
                 due.append(optimizer)
+                by_value |= suspicion.by_value
         if due:
-            self._lines = LineWatch(_fingerprint(due))
+            self._lines = LineWatch(_fingerprint(due, by_value=by_value))
             self._lines.start()
 
 
-def _fingerprint(optimizers: Sequence[Any]) -> Callable[[], object]:
+def _fingerprint(optimizers: Sequence[Any], *, by_value: bool) -> Callable[[], object]:
+    if by_value:  # only ever where the host had read them before
+        return lambda: [(state_of(optimizer), _on_host(read(optimizer))) for optimizer in optimizers]
     return lambda: [state_of(optimizer) for optimizer in optimizers]
+
+
+def _on_host(reading: Reading) -> list[float]:
+    return [float(value) for value in reading.amax] if reading.on_host else []
 
 
 def _may_differ(before: Reading, after: Reading) -> bool:

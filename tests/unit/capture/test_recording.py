@@ -107,7 +107,8 @@ def test_an_optimizer_and_a_scaler_given_early_are_noted_before_their_first_use(
     meta = open_run(tmp_path / "run").meta
     assert meta["optimizers"][0] == {
         "id": 0, "class": "SGD", "params": [], "lr": 0.25, "resumed": False, "param_dtypes": [], "param_devices": [],
-        "gradient_hooks": [], "eps": None, "fused": False, "state_dtypes": {}, "keeps_masters": False, "file": None, "line": None,
+        "gradient_hooks": [], "eps": None,
+        "fused": False, "state_dtypes": {}, "keeps_masters": False, "file": None, "line": None,
     }  # fmt: skip
     assert meta["scalers"][0]["init_scale"] == 256.0
     assert meta["scalers"][0]["fresh"]

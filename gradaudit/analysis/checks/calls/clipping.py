@@ -29,7 +29,7 @@ from gradaudit.analysis.checks.calls.call_places import (
     span,
 )
 from gradaudit.analysis.observations import CLIPS, Calls, Event
-from gradaudit.analysis.report import Evidence, Finding
+from gradaudit.analysis.report import Evidence, Finding, Place
 
 SAME = 1e-3
 """Relative spread within which numbers that went through FP16 or FP32 count as the same."""
@@ -195,13 +195,15 @@ def clips_in_hooks(facts: Facts, calls: Calls) -> list[Clip]:
             backward = calls.last("backward", event)
             if event["optimizer"] != entry["id"] or event["step"] not in at or backward is None:
                 continue
+            asked, scaled_at = calls.last("scaler.get_scale", event), calls.last("scaler.scale", event)
+            if asked is not None and scaled_at is not None and asked["seq"] > scaled_at["seq"]:
+                continue  # the hook, or what follows, knows of the scale
             scale = scale_of(facts, event, event["scaler"], optimizer=entry["id"])
             if scale not in (None, 0.0, 1.0):
                 assert scale is not None
-                asked = calls.last("scaler.get_scale", event) is not None
                 hook = (entry.get("gradient_hooks") or [{"file": None, "line": None}])[0]
                 clip = {**backward, "name": "gradients.changed", "file": hook["file"], "line": hook["line"]}
-                found.append(Clip(clip, entry["id"], float(limits[held][0]), scale, False, asked, backward))
+                found.append(Clip(clip, entry["id"], float(limits[held][0]), scale, False, False, backward))
     return found
 
 
@@ -227,13 +229,17 @@ def _limit_of(changes: Sequence[dict[str, float]]) -> float | None:
         return None
     if _spread(factors[:, 0]) <= SAME and _spread(factors[:, 1]) <= SAME:
         return None  # the same factor at every step
-    for measure in ("norm", "amax"):
+    held: list[tuple[float, float]] = []
+    for measure in (
+        "amax",
+        "norm",
+    ):  # where a clamp held every element the norm is held too: the first of equals counts
         before = np.array([c.get(f"{measure}_before", math.nan) for c in changes])
         after = np.array([c.get(f"{measure}_after", math.nan) for c in changes])
         known = bool(np.isfinite(before + after).all() and (before > 0).all() and (after > 0).all())
         if known and _spread(after) <= min(HELD, CALMER * _spread(before)):
-            return float(np.median(after))
-    return None
+            held.append((round(_spread(after) / SAME), float(np.median(after))))
+    return min(held, key=lambda found: found[0])[1] if held else None
 
 
 def _clip_before_unscale(facts: Facts) -> Outcome:
@@ -263,6 +269,15 @@ def _clip_before_unscale(facts: Facts) -> Outcome:
     return [_finding(facts, calls, faulty)]
 
 
+def _lines(faulty: Sequence[Clip]) -> list[Place]:
+    """Where gradients were clipped, and the call that should have come before."""
+    lines = [site(clip.event, "p.grad changed" if clip.event["name"] not in CLIPS else None) for clip in faulty]
+    # the line of a change by hand is looked for only once one has been seen
+    lines = [place for place in lines if place.file] or lines
+    lines += [place for clip in faulty for place in sites(clip.belongs) if clip.scaler or place.file]
+    return list(dict.fromkeys(lines))
+
+
 def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
     first = next((clip for clip in faulty if clip.limit is not None), faulty[0])
     hid = [clip for clip in faulty if clip.hid]
@@ -270,10 +285,6 @@ def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
     steps = sorted({int(clip.event["step"]) for clip in faulty})
     total = sum(calls.used.get(optimizer, 0) for optimizer in ids)
     by_hand = first.event["name"] not in CLIPS
-    lines = [site(clip.event, "p.grad changed" if clip.event["name"] not in CLIPS else None) for clip in faulty]
-    # the line of a change by hand is looked for only once one has been seen
-    lines = [place for place in lines if place.file] or lines
-    lines += [place for clip in faulty for place in sites(clip.belongs) if clip.scaler or place.file]
     evidence = [
         Evidence("scale", first.scale),
         Evidence("num_clips", len(faulty), f"of {max(total, len(steps))} steps"),
@@ -314,7 +325,7 @@ def _finding(facts: Facts, calls: Calls, faulty: Sequence[Clip]) -> Finding:
         title=title,
         summary=" ".join(said),
         scale_can_fix="no",
-        where=(*dict.fromkeys(lines), *optimizers(facts, ids)),
+        where=(*_lines(faulty), *optimizers(facts, ids)),
         steps=span(facts, steps),
         evidence=tuple(evidence),
         remedy=(

@@ -317,7 +317,7 @@ def _scaled_gradient_penalty(facts: Facts) -> Outcome:
             summary=(
                 "autograd.grad of a scaled loss goes into a further loss without being unscaled: the penalty is "
                 f"computed from gradients{f' {power(scale)} times' if scale else ''} too large, and changes with the "
-                f"scale ({len(bad)} steps)."
+                f"scale (seen at {len(bad)} sampled steps)."
             ),
             scale_can_fix="no",
             where=tuple(dict.fromkeys((*sites(*made), *(p for event in bad for p in sites(event))))),

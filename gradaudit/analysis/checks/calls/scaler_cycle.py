@@ -208,7 +208,8 @@ def _missing_update(facts: Facts) -> Outcome:
         summary = f"scaler.update() runs before {before['name']} of {name} at {where_is(before)}, and not after it"
     elif updates:
         left_out = f" at step {before['step']}" if before is not None else ""
-        summary = f"scaler.update() was left out{left_out}{at}, though it ran {updates} time{'s' if updates > 1 else ''} before"
+        times = f"{updates} time{'s' if updates > 1 else ''}"
+        summary = f"scaler.update() was left out{left_out}{at}, though it ran {times} before"
     else:
         summary = f"scaler.update() is never called: it belongs{at or ' after scaler.step'}"
     return [

@@ -304,7 +304,10 @@ def _was_scaled(facts: Facts) -> bool:
         return True
     factors = {number(detail(e).get("factor")) for e in facts.events if e["name"] == "backward"} - {None}
     changes = [detail(e) for e in facts.events if factors and e["name"] == "gradients.changed"]
-    return any(_undoes(change, f) for change in changes for f in factors if f is not None and f > 1)
+    raised = [factor for factor in factors if factor is not None and factor > 1]
+    # an optimizer with FP32 masters divides where it fills them, unseen
+    keeps = any(entry.get("keeps_masters") for entry in facts.analysis.run.meta.get("optimizers", []))
+    return any(_undoes(change, factor) for change in changes for factor in raised) or (keeps and bool(raised))
 
 
 def _undoes(change: dict[str, Any], factor: float) -> bool:
