@@ -21,7 +21,7 @@ EXPECTED = {
     "gradient_underflow": ("attention", {"gradient-underflow", "scale-never-grew"}),
     "backward_overflow": ("attention", {"gradient-overflow", "static-scale-unsafe"}),
     "thrashing": ("attention", {"scale-thrashing", "gradient-overflow"}),
-    "forward_overflow": ("failing", {"scale-collapse"}),
+    "forward_overflow": ("failing", {"forward-overflow", "scale-collapse"}),
     "empty_window": ("failing", {"scale-window-empty", "gradient-underflow"}),
 }
 """What each script was written to show: level, and the findings that alarm."""
