@@ -24,6 +24,7 @@ from gradaudit.cli import COMMANDS, main
 from gradaudit.formats import MAX_EXPONENT, MIN_EXPONENT, NUM_BINS
 from gradaudit.store.reader import STALE_S
 from gradaudit.store.writer import MERGE_FANIN
+from tests.cases.headers import read_case
 from tests.factory import meta, sample, step, tensor, write_run
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,6 +80,24 @@ def test_a_finding_is_explained_from_what_it_means_to_what_to_do(name: str) -> N
     assert f"[{name}](#{name})" in read(DOCS / "findings.md").partition("\n## ")[0], "not in the table at the top"
 
 
+def test_the_table_of_what_a_finding_needs_is_whole_and_its_links_show_it() -> None:
+    row = re.compile(
+        r"^\| \[(.+?)\]\(#.+?\) \| [^|]+ \| \[.+?\]\((.+?)\) \| \[.+?\]\((.+?)\) \| [^|]+ \|$", re.MULTILINE
+    )
+    rows = row.findall(read(DOCS / "findings.md").partition("\n## ")[0])
+
+    assert [name for name, _, _ in rows] == list(CHECK_IDS)
+    for name, shown_by, alike in rows:
+        assert (DOCS / shown_by).is_file()
+        assert (DOCS / alike).is_file()
+        if "/cases/" in shown_by:
+            assert name in read_case((DOCS / shown_by).resolve()).demanded
+        if "/cases/" in alike:
+            case = read_case((DOCS / alike).resolve())
+            assert case.is_healthy
+            assert name in case.forbidden
+
+
 EXAMPLES = [
     (name, command.split())
     for name, text in FINDINGS.items()
@@ -116,6 +135,11 @@ CLAIMS = [
     ("gradient-underflow", "FP16.flush_log2 + ATTENUATION_LOG2", "below 2^{}"),
     ("gradient-underflow", "100 * FLUSHED_ZERO_SHARE", "at least {:g} % of the elements"),
     ("gradient-underflow", "CANCELS_DB", "below {:g} dB at any scale"),
+    ("never-applied", "MIN_NEVER_APPLIED", "at least {} steps"),
+    ("scheduler-ahead", "MIN_AHEAD", "at least {} advances"),
+    ("scheduler-ahead", "100 * MIN_AHEAD_SHARE", "at least {:g} % of them"),
+    ("swallowed-updates", "100 * SWALLOWED_SHARE", "{:g} %"),
+    ("divergence", "2**GROWTH_LOG2", "a factor of {:g}"),
     ("gradient-headroom-low", "MIN_TREND_SAMPLES", "at least {} sampled steps"),
     ("gradient-headroom-low", "RISE_LOG2", "at least {:g} binade"),
     ("gradient-headroom-low", "HEADROOM_LOG2", "within {} binades"),

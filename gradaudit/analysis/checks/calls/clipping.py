@@ -31,7 +31,7 @@ from gradaudit.analysis.checks.calls.call_places import (
 from gradaudit.analysis.observations import CLIPS, Calls, Event
 from gradaudit.analysis.report import Evidence, Finding, Place
 
-SAME = 1e-3
+SAME_NUMBER = 1e-3
 """Relative spread within which numbers that went through FP16 or FP32 count as the same."""
 
 HELD = 0.02
@@ -81,10 +81,10 @@ def on_purpose(limits: Sequence[float], scales: Sequence[float], *, asked: bool)
         asked: Whether the script read the scale before clipping.
     """
     limit, scale = np.array(limits, dtype=np.float64), np.array(scales, dtype=np.float64)
-    if _spread(scale) > SAME:
-        if _spread(limit / scale) <= SAME:
+    if _spread(scale) > SAME_NUMBER:
+        if _spread(limit / scale) <= SAME_NUMBER:
             return True
-        if _spread(limit) <= SAME:
+        if _spread(limit) <= SAME_NUMBER:
             return False
     as_given = abs(math.log10(float(np.median(limit))))
     as_acting = abs(math.log10(float(np.median(limit / scale))))
@@ -225,9 +225,9 @@ def _is_cut(numbers: dict[str, float]) -> bool:
 def _limit_of(changes: Sequence[dict[str, float]]) -> float | None:
     """The limit that gradients were cut to by hand, from at least two changes; None if it was something else."""
     factors = np.array([[c["factor_min"], c["factor_max"]] for c in changes]).reshape(-1, 2)
-    if len(factors) < 2 or (factors[:, 1] > 1 + SAME).any():
+    if len(factors) < 2 or (factors[:, 1] > 1 + SAME_NUMBER).any():
         return None
-    if _spread(factors[:, 0]) <= SAME and _spread(factors[:, 1]) <= SAME:
+    if _spread(factors[:, 0]) <= SAME_NUMBER and _spread(factors[:, 1]) <= SAME_NUMBER:
         return None  # the same factor at every step
     held: list[tuple[float, float]] = []
     for measure in (
@@ -238,7 +238,7 @@ def _limit_of(changes: Sequence[dict[str, float]]) -> float | None:
         after = np.array([c.get(f"{measure}_after", math.nan) for c in changes])
         known = bool(np.isfinite(before + after).all() and (before > 0).all() and (after > 0).all())
         if known and _spread(after) <= min(HELD, CALMER * _spread(before)):
-            held.append((round(_spread(after) / SAME), float(np.median(after))))
+            held.append((round(_spread(after) / SAME_NUMBER), float(np.median(after))))
     return min(held, key=lambda found: found[0])[1] if held else None
 
 

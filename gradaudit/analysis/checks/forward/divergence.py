@@ -24,7 +24,7 @@ GROWTH_LOG2 = 2.0
 MIN_RISES = 3
 """Times that the loss rose to a new high: fewer is an odd batch, or an overflow that came at once."""
 
-RISE_LOG2 = 0.1
+NEW_HIGH_LOG2 = 0.1
 """A new high counts from here on; less is noise."""
 
 STEADY = 0.7
@@ -110,7 +110,7 @@ def _growth(steps: Steps, usable: np.ndarray, gradients_log2: np.ndarray, end: i
         return None
     loss_growth = float(rising[-1] - rising[0])
     onset = int(np.flatnonzero(rising[-1] - rising >= ONSET * loss_growth)[-1])
-    num_rises = int((_rise_sizes(rising) >= RISE_LOG2).sum())
+    num_rises = int((_rise_sizes(rising) >= NEW_HIGH_LOG2).sum())
     return _Growth(int(before[low + onset]), int(before[-1]), end, num_rises, loss_growth, gradient_log2)
 
 
@@ -122,7 +122,7 @@ def _rise_sizes(values: np.ndarray) -> np.ndarray:
 def _rises(values: np.ndarray) -> bool:
     """Whether a series that begins at its lowest point goes up, in several steps, and not by one of them alone."""
     sizes = _rise_sizes(values)
-    if values[-1] - values[0] < GROWTH_LOG2 or (sizes >= RISE_LOG2).sum() < MIN_RISES:
+    if values[-1] - values[0] < GROWTH_LOG2 or (sizes >= NEW_HIGH_LOG2).sum() < MIN_RISES:
         return False
     without_largest = float(sizes.sum() - sizes.max())
     ranks = np.argsort(np.argsort(values))
