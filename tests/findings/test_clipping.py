@@ -77,6 +77,7 @@ def averaged_over_micro_batches(model: nn.Module, optimizer: Any, scaler: Any, s
     scaler.update()
 
 
+@pytest.mark.usefixtures("untraced")
 @pytest.mark.parametrize(
     ("body", "call"),
     [

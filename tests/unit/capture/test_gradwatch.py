@@ -23,7 +23,7 @@ HERE = shorten(__file__)
 
 Change_ = Callable[[nn.Module], object]
 
-no_tracer = pytest.mark.skipif(sys.gettrace() is not None, reason="somebody follows the lines already")
+no_tracer = pytest.mark.usefixtures("untraced")
 
 
 def line_of(text: str) -> int:
