@@ -13,15 +13,16 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import click
 import pytest
 from click.testing import CliRunner
 
-from gradaudit import analysis, schema
+from gradaudit import analysis, capture, schema
 from gradaudit.analysis.audit import CHECK_IDS
 from gradaudit.cli import COMMANDS, main
-from gradaudit.formats import MAX_EXPONENT, MIN_EXPONENT, NUM_BINS
+from gradaudit.formats import MAX_EXPONENT, MIN_EXPONENT, NUM_BINS, NumberFormat
 from gradaudit.store.reader import STALE_S
 from gradaudit.store.writer import MERGE_FANIN
 from tests.cases.headers import read_case
@@ -77,25 +78,67 @@ def test_a_finding_is_explained_from_what_it_means_to_what_to_do(name: str) -> N
     assert -1 not in places
     assert places == sorted(places)
     assert text[: places[0]].strip()
-    assert f"[{name}](#{name})" in read(DOCS / "findings.md").partition("\n## ")[0], "not in the table at the top"
+    top = read(DOCS / "findings.md").partition("\n## ")[0]
+    assert re.search(rf"^\| \[{name}\]\(#{name}\)(?: \| [^|]+){{2}} \|$", top, re.MULTILINE), "not in the first table"
 
 
-def test_the_table_of_what_a_finding_needs_is_whole_and_its_links_show_it() -> None:
-    row = re.compile(
-        r"^\| \[(.+?)\]\(#.+?\) \| [^|]+ \| \[.+?\]\((.+?)\) \| \[.+?\]\((.+?)\) \| [^|]+ \|$", re.MULTILINE
-    )
-    rows = row.findall(read(DOCS / "findings.md").partition("\n## ")[0])
+NEEDS = re.compile(
+    r"^\| \[(?P<name>.+?)\]\(#.+?\) \| [^|]+ \| \[.+?\]\((?P<shown_by>.+?)\) \| \[.+?\]\((?P<alike>.+?)\) "
+    r"\| (?P<limits>[^|]+) \|$",
+    re.MULTILINE,
+)
 
-    assert [name for name, _, _ in rows] == list(CHECK_IDS)
-    for name, shown_by, alike in rows:
-        assert (DOCS / shown_by).is_file()
-        assert (DOCS / alike).is_file()
-        if "/cases/" in shown_by:
-            assert name in read_case((DOCS / shown_by).resolve()).demanded
-        if "/cases/" in alike:
-            case = read_case((DOCS / alike).resolve())
-            assert case.is_healthy
-            assert name in case.forbidden
+NEEDED = [match.groupdict() for match in NEEDS.finditer(read(DOCS / "findings.md").partition("\n## ")[0])]
+"""The second table at the top: where each finding is shown, what looks like it, and where it ends."""
+
+
+def test_the_table_of_what_a_finding_needs_is_whole() -> None:
+    assert [row["name"] for row in NEEDED] == list(CHECK_IDS)
+
+
+def is_shown(name: str, script: Path) -> bool:
+    """Whether a case demands a finding, a sample's report has it, or a test file is about it."""
+    if script.parent.name == "findings":
+        return f'"{name}"' in read(script)
+    if script.parent.name == "sample_runs":
+        return name in [found["id"] for found in json.loads(read(script.with_suffix(".report.json")))["findings"]]
+    return name in read_case(script).demanded
+
+
+@pytest.mark.parametrize("row", NEEDED, ids=[row["name"] for row in NEEDED])
+def test_what_shows_a_finding_demands_it_and_what_looks_like_it_forbids_it(row: dict[str, str]) -> None:
+    name, shown_by, alike = row["name"], (DOCS / row["shown_by"]).resolve(), (DOCS / row["alike"]).resolve()
+
+    assert is_shown(name, shown_by)
+    if alike.parent.name == "healthy":
+        case = read_case(alike)
+        assert case.is_healthy
+        assert name in case.forbidden
+    elif alike.parent.name == "sample_runs":
+        assert not is_shown(name, alike)
+    else:
+        assert is_shown(name, alike), "its tests hold the look-alike too"
+
+
+LIMITS = [
+    ("scale-at-floor", "MIN_PINNED", "needs {} overflows"),
+    ("scale-collapse", "MIN_UNEXPLAINED", "needs {} unexplained overflows"),
+    ("scale-decay", "DECAY_LOG2", "needs {} separate drops"),
+    ("scale-runaway", "RUNAWAY_GROWTHS", "needs {} growths"),
+    ("static-scale-unsafe", "MIN_STATIC_UPDATES", "needs {} updates"),
+    ("gradient-headroom-low", "MIN_TREND_SAMPLES", "needs {} samples"),
+    ("scale-window-empty", "MAX_STEPS", "{} of them"),
+    ("layer-without-gradient", "MIN_SILENT_STEPS", "needs {} steps"),
+    ("divergence", "MIN_RISES", "needs {} new highs"),
+    ("never-applied", "MIN_NEVER_APPLIED", "needs {} steps"),
+    ("scheduler-ahead", "MIN_AHEAD", "needs {} advances"),
+]
+
+
+@pytest.mark.parametrize(("name", "expression", "claim"), LIMITS, ids=[": ".join(limit) for limit in LIMITS])
+def test_a_number_among_the_limits_is_that_of_the_code(name: str, expression: str, claim: str) -> None:
+    (limits,) = (row["limits"] for row in NEEDED if row["name"] == name)
+    assert claim.format(value_of(expression)) in limits
 
 
 EXAMPLES = [
@@ -135,16 +178,55 @@ CLAIMS = [
     ("gradient-underflow", "FP16.flush_log2 + ATTENUATION_LOG2", "below 2^{}"),
     ("gradient-underflow", "100 * FLUSHED_ZERO_SHARE", "at least {:g} % of the elements"),
     ("gradient-underflow", "CANCELS_DB", "below {:g} dB at any scale"),
-    ("never-applied", "MIN_NEVER_APPLIED", "at least {} steps"),
-    ("scheduler-ahead", "MIN_AHEAD", "at least {} advances"),
-    ("scheduler-ahead", "100 * MIN_AHEAD_SHARE", "at least {:g} % of them"),
-    ("swallowed-updates", "100 * SWALLOWED_SHARE", "{:g} %"),
-    ("divergence", "2**GROWTH_LOG2", "a factor of {:g}"),
     ("gradient-headroom-low", "MIN_TREND_SAMPLES", "at least {} sampled steps"),
     ("gradient-headroom-low", "RISE_LOG2", "at least {:g} binade"),
     ("gradient-headroom-low", "HEADROOM_LOG2", "within {} binades"),
     ("scale-window-empty", "100 * EMPTY_SHARE", "at least {:g} % of the sampled steps"),
     ("layer-without-gradient", "MIN_SILENT_STEPS", "at least {} steps"),
+    ("forward-overflow", "FP16.max_value", "largest finite number {:,.0f}"),
+    ("forward-overflow", "FP16.overflow_at", "{:,.0f} and more round to inf"),
+    ("forward-overflow", "NUM_NEAR", "others, up to {},"),
+    ("forward-overflow", "MASK_AT", "constants from {:,.0f} up"),
+    ("forward-overflow", "FAR_OUTSIDE", "beyond {:g} times the limit"),
+    ("forward-headroom-low", "NEAR_LIMIT", "reached {:,.0f}"),
+    ("forward-headroom-low", "MIN_GROWTH_SAMPLES", "From {} samples on"),
+    ("forward-headroom-low", "MIN_RISE_LOG2", "by {:g} binades or more"),
+    ("attention-logits-overflow", "FEW_OPS", "within {} operations"),
+    ("reduction-overflow", "FEW_OPS", "within {} operations"),
+    ("reduction-overflow", "SAFE_PRODUCTS", "above 1/{} of the limit"),
+    ("epsilon-flushed", "FP16.flush_log2", "at most 2^{}"),
+    ("epsilon-flushed", "FEW_OPS", "within {} operations"),
+    ("critical-op-in-half", "COARSE_LOGITS", "exceeds {:,.0f}"),
+    ("critical-op-in-half", "NEAR_LIMIT", "reaches {:,.0f}"),
+    ("nonfinite-backward", "SLACK_LOG2", "{} binades to spare"),
+    ("nonfinite-backward", "AMPLIFICATION_LOG2", "without clean steps, by {} binades"),
+    ("unlocated-nonfinite", "SAME_FAULT_STEPS", "more than {} steps before"),
+    ("nonfinite-weight", "DIVIDES_TO_INF == 2.0**-128", "at or below 2^-128"),
+    ("divergence", "LOOK_BACK", "the last {} applied steps"),
+    ("divergence", "GROWTH_LOG2", "at least {:g} binades"),
+    ("divergence", "2**GROWTH_LOG2", "a factor of {:g}"),
+    ("divergence", "MIN_RISES", "at least {} new highs"),
+    ("divergence", "STEADY", "rank correlation with time of at least {:g}"),
+    ("divergence", "BEGUN_AT == 0.5", "at least half of the first losses"),
+    ("divergence", "FAST_LOG2", "less than {:g} binades per step"),
+    ("clip-before-unscale", "100 * HELD", "within {:g} %"),
+    ("clip-before-unscale", "MIN_HELD_PARAMS", "at least {} parameters"),
+    ("clip-before-unscale", "MIN_HELD_STEPS", "at {} steps or more"),
+    ("step-bypasses-scaler", "100 * SAME", "within {:g} %"),
+    ("unscaled-backward", "100 * SAME", "within {:g} %"),
+    ("hysteresis-growth-bug", "100 * SAME", "within {:g} %"),
+    ("never-applied", "MIN_NEVER_APPLIED", "at least {} steps"),
+    ("never-applied", "SEARCH_END", "lies below {:g}"),
+    ("scheduler-ahead", "MIN_AHEAD", "at least {} advances"),
+    ("scheduler-ahead", "100 * MIN_AHEAD_SHARE", "at least {:g} % of them"),
+    ("swallowed-updates", "100 * SWALLOWED_SHARE", "more than {:g} % of all updates"),
+    ("swallowed-updates", "100 * MOSTLY_SWALLOWED", "more than {:g} % of those of one parameter"),
+    ("swallowed-updates", "MIN_UPDATES", "with at least {}"),
+    ("swallowed-updates", "100 * MOSTLY_SWALLOWED", "more than {:g} % of all are"),
+    ("optimizer-eps-flushed", "FP16.flush_log2", "at most 2^{}"),
+    ("optimizer-eps-flushed", "EPS_STOP_GAP == 1e-4", "`eps=1e-4`"),
+    ("gradient-norm-overflow", "SQUARES_OVERFLOW", "norms of at least {:g}"),
+    ("gradient-norm-overflow", "MIN_IN_A_ROW", "at least {} steps"),
 ]
 """What a section says, with the constants of gradaudit.analysis that it says it of."""
 
@@ -163,12 +245,32 @@ CONCEPTS = [
     ("MARGIN_LOG2 == 1", "starts one binade below the high edge"),
 ]
 
+WORKINGS = [
+    ("BURST_STEPS", "the {} steps after an overflow"),
+    ("FREE_BURST_SAMPLES", "outnumber both {} and the regular samples"),
+    ("TRACED_STEPS", "the next {} forwards are traced in full"),
+    ("MAX_TRACED", "at most {} steps of a run"),
+    ("MAX_CATCHES", "each caught at most {} times"),
+    ("MAX_BATCHES", "kept in the run, {} times at most"),
+    ("NUM_MEASURED", "{} more steps measure what it does"),
+    ("MAX_LINE_SEARCHES", "at {} steps at most"),
+]
+"""What docs/how-it-works.md says, with the constants of gradaudit.capture that it says it of."""
 
-def value_of(expression: str) -> float:
-    """A number made of constants, wherever in gradaudit.analysis they are defined."""
+
+def constants(package: ModuleType) -> Iterator[tuple[str, object]]:
+    """Every number, and every number format, that a module of a package has a name for, with that name."""
+    for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        for name, value in vars(import_module(module.name)).items():
+            if name.isupper() and isinstance(value, (int, float, NumberFormat)):
+                yield name, value
+
+
+def value_of(expression: str, package: ModuleType = analysis) -> float:
+    """A number made of constants, wherever in a package they are defined: a name means the same in all its modules."""
     names: dict[str, object] = {"log10": math.log10}
-    for module in pkgutil.walk_packages(analysis.__path__, "gradaudit.analysis."):
-        names |= {name: value for name, value in vars(import_module(module.name)).items() if name.isupper()}
+    for name, value in constants(package):
+        assert names.setdefault(name, value) == value, f"two constants named {name}"
     value = eval(expression, names)
     assert value, f"{expression} is {value}"
     return float(value) if isinstance(value, float) else int(value)
@@ -182,6 +284,11 @@ def test_a_threshold_is_what_the_page_says(name: str, expression: str, claim: st
 @pytest.mark.parametrize(("expression", "claim"), CONCEPTS, ids=[": ".join(claim) for claim in CONCEPTS])
 def test_a_number_in_the_concepts_is_that_of_the_code(expression: str, claim: str) -> None:
     assert claim.format(value_of(expression)) in " ".join(read(DOCS / "concepts.md").split())
+
+
+@pytest.mark.parametrize(("expression", "claim"), WORKINGS, ids=[": ".join(claim) for claim in WORKINGS])
+def test_a_number_in_how_it_works_is_that_of_the_code(expression: str, claim: str) -> None:
+    assert claim.format(value_of(expression, capture)) in " ".join(read(DOCS / "how-it-works.md").split())
 
 
 # Run format
@@ -206,6 +313,9 @@ def test_the_numbers_of_the_run_format_are_those_of_the_code() -> None:
     text = " ".join(read(DOCS / "run-format.md").split())
 
     assert f"{NUM_BINS} counts of floor(log2 abs x), from {MIN_EXPONENT} to {MAX_EXPONENT}" in text
+    assert f"At most {value_of('MAX_OPS', capture):,} of one step" in text
+    assert f"larger than 2^{math.log2(value_of('MAX_RECOMPUTED', capture)):g} elements" in text
+    assert f"up to 2^{math.log2(value_of('MAX_BUFFER_NUMEL', capture)):g} elements" in text
     assert f"no older than {STALE_S:g} seconds" in text
     assert f"8 log{MERGE_FANIN}(n) parts" in text
 

@@ -284,6 +284,7 @@ class Auditor:
         """End of recording, with an exception if it `failed`: unfinished attempts are kept as such. Sync: none."""
         self.forward.batches.close(self._step, failed=failed)
         self._gradients.stop_looking()
+        self._log.put(self.forward.unfinished.event(self._window, self._log, self._now()))
         for optimizer in self._registry.known_optimizers():
             if id(optimizer) in self._open:
                 self._close_step(optimizer, found=[], given_up=True)

@@ -15,6 +15,7 @@ from gradaudit.capture.rerun.batches import Batches
 from gradaudit.capture.steps import Window
 from gradaudit.capture.trace.optrace import Observer
 from gradaudit.capture.trace.tracing import Tracing
+from gradaudit.capture.unfinished import Unfinished
 
 
 class Forward:
@@ -31,6 +32,7 @@ class Forward:
         self.in_backward = 0
         self.marks = Marks()
         self.batches = Batches(None)
+        self.unfinished = Unfinished()
         self.running: list[Running] = []
         self.ran: set[Name] = set()
         self.hidden: dict[Name, str] = {}
@@ -45,11 +47,13 @@ class Forward:
         if sampling and not self.sampling:
             self.marks = Marks()
         self.window, self.sampling = window, sampling
+        self.unfinished.clear()
         self.tracing.begin_step(armed=armed, in_backward=self.in_backward > 0)
 
     def clear(self) -> None:
         """Let go of what was gathered."""
         self.window, self.sampling = Window(), False
+        self.unfinished.clear()
         self.running.clear()
         self.tracing.end_recording()
 
@@ -107,6 +111,9 @@ class Forward:
             tensors = [tensor for tensor in floating_tensors(inputs) if tensor.grad_fn is None]
             self.window.inputs += [largest(x) for x in tensors]
             self.tracing.mark_batch(tensors)
+            name = self._names.module(module)
+            if name is not None and self.tracing.notes is None:  # a trace sees more than that
+                self.unfinished.keep(self._names.full(name), output)
         if self.sampling and self.running:
             ended = self.running.pop()
             caller = self.running[-1] if self.running else None

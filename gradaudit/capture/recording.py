@@ -118,7 +118,7 @@ class Recording:
         if self._unapply is not None:
             self._unapply()
         failed = error is not None and not _is_clean_exit(error)
-        self._auditor.close_open_steps(failed=failed and isinstance(error, Exception))
+        self._auditor.close_open_steps(failed=failed and isinstance(error, (Exception, SystemExit)))
         self._ended = "ok"
         if error is not None and failed:
             self._ended = "exception"

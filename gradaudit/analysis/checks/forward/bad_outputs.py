@@ -8,6 +8,7 @@ import numpy as np
 
 from gradaudit.analysis.checks.base import Facts
 from gradaudit.analysis.checks.forward.forward_places import NO_SCALE_HELPS
+from gradaudit.analysis.checks.forward.last_step import stopped_itself
 from gradaudit.analysis.origin import clean_steps
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.formats import FP16_DTYPES
@@ -44,6 +45,8 @@ def _first_bad(facts: Facts) -> list[_First]:
         if step in clean or step in weights or step in inputs:
             continue
         rows = np.flatnonzero(outputs.step == step)
+        if step not in steps.step and not outputs.num_nan[rows].any() and not stopped_itself(facts):
+            continue  # no step of training, as far as is known: -inf may be there on purpose
         rows = rows[np.argsort(outputs.order[rows], kind="stable")]
         at = int(np.argmax(bad[rows]))
         before = tensors[outputs.tensor[rows[at - 1]]] if at else None

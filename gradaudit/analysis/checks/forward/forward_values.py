@@ -27,6 +27,7 @@ from gradaudit.analysis.checks.forward.forward_places import (
 )
 from gradaudit.analysis.checks.forward.half_loss import loss_in_half
 from gradaudit.analysis.checks.forward.half_values import critical_op_in_half, headroom_low
+from gradaudit.analysis.checks.forward.lost_digits import lost_digits
 from gradaudit.analysis.checks.forward.nonfinite_gradients import nonfinite_backward, unlocated
 from gradaudit.analysis.op_words import INPUT, MATMULS, REDUCTIONS, is_half, is_square, words
 from gradaudit.analysis.origin import BAD, Birth, Origin, Trace, around, badness
@@ -81,7 +82,14 @@ def _forward_overflow(facts: Facts, origin: Origin) -> Finding:
         "Compute this operation in FP32 (.float() on its inputs, outside autocast), scale its inputs down, or train in "
         "BF16; a clamp just below 65,504 costs little where the limit is exceeded this narrowly.",
     )
-    if not outside:
+    lost = lost_digits(origin.first.trace, row) if birth.kind == "undefined" else ""
+    if lost:
+        summary += lost
+        remedy = (
+            "Compute the argument in FP32 from where the digits are lost, or use the fused form of it "
+            "(binary_cross_entropy_with_logits, logsigmoid, log_softmax, torch.var on x.float())."
+        )
+    elif not outside:
         remedy = (
             "Keep the argument of this operation inside its domain (clamp it before, in FP32), or mask it out there."
         )

@@ -66,11 +66,15 @@ def _critical_ops(facts: Facts) -> tuple[dict[OpRow, str], list[OpRow]]:
     """Those that show harm, with what shows it, and the others; each line once."""
     harmful: dict[tuple[object, ...], tuple[OpRow, str]] = {}
     plain: dict[tuple[object, ...], OpRow] = {}
+    # what overflowed at other steps has a finding of its own
+    born = {(b.row.name, b.row.module, b.row.file, b.row.line) for origin in facts.origins() for b in origin.births}
     for trace in traces(facts.ops):
         for row in trace.rows.values():
             if row.name in CRITICAL and is_half(row) and row.sequence is not None and _is_critical(row):
                 place = (row.name, row.module, row.file, row.line)
                 harm = _harm(trace, row)
+                if place in born:
+                    continue
                 if harm:
                     harmful.setdefault(place, (row, harm))
                 else:
@@ -216,7 +220,11 @@ def _course(analysis: Analysis, module: str) -> str:
     """A sentence on how a module's output grows, and when it will overflow; empty where it does not grow."""
     outputs = analysis.outputs
     mine = [info.id for info in analysis.tensors if info.kind == "output" and info.fqn == module]
-    usable = np.isin(outputs.tensor, mine) & (outputs.amax > 0) & (outputs.num_nan + outputs.num_inf == 0)
+    bad = outputs.num_nan + outputs.num_inf > 0
+    own = np.isin(outputs.tensor, mine)
+    if (own & bad).any():
+        return f" At step {int(outputs.step[own & bad].min())} it held inf or NaN."
+    usable = own & (outputs.amax > 0)
     if usable.sum() < MIN_GROWTH_SAMPLES:
         return ""
     step, size = outputs.step[usable].astype(float), np.log2(outputs.amax[usable])

@@ -9,6 +9,7 @@ import numpy as np
 from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped
 from gradaudit.analysis.checks.forward.broken_state import nonfinite_buffer, nonfinite_weight
 from gradaudit.analysis.checks.forward.divergence import divergence
+from gradaudit.analysis.checks.forward.last_step import stopped_by_input
 from gradaudit.analysis.op_words import INPUT
 from gradaudit.analysis.origin import BAD, badness
 from gradaudit.analysis.report import Evidence, Finding, Place
@@ -28,7 +29,7 @@ def _nonfinite_input(facts: Facts) -> Outcome:
     steps = facts.analysis.steps
     given, traced = _given(facts), _traced(facts)
     if not (steps.input_finite >= 0).any() and not given:
-        return Skipped("no module was called with floating-point inputs")
+        return stopped_by_input(facts) or Skipped("no module was called with floating-point inputs")
     hit = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool)
     failed = (steps.loss_finite == 0) | hit
     blamed = np.array([_is_blamed(facts, given.get(int(step), ())) for step in steps.step], dtype=bool) & failed
@@ -43,8 +44,10 @@ def _nonfinite_input(facts: Facts) -> Outcome:
     upstream = bool((whole & (steps.input_finite == 0) & failed).any())
     # where it does no harm elsewhere it is there on purpose: -inf in a mask, NaN for what is missing
     on_purpose = bool((bad & ~failed).any())
-    if not unknown.any() or upstream or on_purpose:
+    if upstream or on_purpose:
         return []
+    if not unknown.any():
+        return stopped_by_input(facts)
     return [_finding(facts, np.flatnonzero(unknown), given)]
 
 

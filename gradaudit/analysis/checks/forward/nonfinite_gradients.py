@@ -10,6 +10,7 @@ from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, p
 from gradaudit.analysis.checks.forward.flushed_constants import guarded_by_constant, words_of
 from gradaudit.analysis.checks.forward.forward_places import magnitude
 from gradaudit.analysis.checks.forward.gradient_births import Culprit, culprits
+from gradaudit.analysis.checks.forward.last_step import stopped_at
 from gradaudit.analysis.op_words import LOSS
 from gradaudit.analysis.origin import Origin, clean_steps
 from gradaudit.analysis.report import Evidence, Finding, Place
@@ -105,7 +106,9 @@ def unlocated(facts: Facts) -> Outcome:
     located += facts.analysis.outputs.step[_bad_outputs(facts)].tolist()
     if located:
         rows = rows[facts.analysis.steps.step[rows] < min(located) - SAME_FAULT_STEPS]
-    return [_unlocated(facts, rows)] if len(rows) else []
+    if len(rows):
+        return [_unlocated(facts, rows)]
+    return stopped_at(facts) if not located else []
 
 
 def _bad_outputs(facts: Facts) -> np.ndarray:
