@@ -29,7 +29,7 @@ from gradaudit.analysis.checks.forward.half_loss import loss_in_half
 from gradaudit.analysis.checks.forward.half_values import critical_op_in_half, headroom_low
 from gradaudit.analysis.checks.forward.lost_digits import lost_digits
 from gradaudit.analysis.checks.forward.nonfinite_gradients import nonfinite_backward, unlocated
-from gradaudit.analysis.op_words import INPUT, MATMULS, REDUCTIONS, is_half, is_square, words
+from gradaudit.analysis.op_words import CRITERIA, INPUT, MATMULS, REDUCTIONS, is_half, is_square, words
 from gradaudit.analysis.origin import BAD, Birth, Origin, Trace, around, badness
 from gradaudit.analysis.report import Evidence, Finding, Place
 from gradaudit.formats import FP16
@@ -88,6 +88,11 @@ def _forward_overflow(facts: Facts, origin: Origin) -> Finding:
         remedy = (
             "Compute the argument in FP32 from where the digits are lost, or use the fused form of it "
             "(binary_cross_entropy_with_logits, logsigmoid, log_softmax, torch.var on x.float())."
+        )
+    elif not outside and row.name in CRITERIA:
+        remedy = (
+            "Look at the targets of that step: a mean over none that counts is 0/0, and a CTC target longer than its "
+            "input has no path (zero_infinity=True). Leave such samples out, or sum and divide by max(count, 1)."
         )
     elif not outside:
         remedy = (
