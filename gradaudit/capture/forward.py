@@ -32,7 +32,7 @@ class Forward:
         self.in_backward = 0
         self.marks = Marks()
         self.batches = Batches(None)
-        self.unfinished = Unfinished()
+        self.unfinished = Unfinished(names)
         self.running: list[Running] = []
         self.ran: set[Name] = set()
         self.hidden: dict[Name, str] = {}
@@ -113,7 +113,7 @@ class Forward:
             self.tracing.mark_batch(tensors)
             name = self._names.module(module)
             if name is not None and self.tracing.notes is None:  # a trace sees more than that
-                self.unfinished.keep(self._names.full(name), output)
+                self.unfinished.keep(name, output)
         if self.sampling and self.running:
             ended = self.running.pop()
             caller = self.running[-1] if self.running else None

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from gradaudit.capture.names import Name, Names
 from gradaudit.capture.order.calls import CallLog, Moment, Row
 from gradaudit.capture.reading import floating_tensors, largest, stack_scalars
 from gradaudit.capture.recorder import Pending
@@ -23,10 +24,11 @@ MAX_KEPT = 8
 class Unfinished:
     """Holds the last outputs of the outermost modules, without their history, until their step closes."""
 
-    def __init__(self) -> None:
-        self._outputs: deque[tuple[str, torch.Tensor]] = deque(maxlen=MAX_KEPT)
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._outputs: deque[tuple[Name, torch.Tensor]] = deque(maxlen=MAX_KEPT)
 
-    def keep(self, name: str, output: Any) -> None:
+    def keep(self, name: Name, output: Any) -> None:
         """An outermost module gave this. Sync: none."""
         tensors = [x for x in floating_tensors(output) if x.requires_grad and x.numel() <= LARGEST_KEPT]
         self._outputs.extend((name, tensor.detach()) for tensor in tensors)
@@ -39,7 +41,7 @@ class Unfinished:
         """The row of the call-order log that tells of a step under way as recording ends. Sync: none."""
         if not self._outputs:
             return None
-        modules = [name for name, _ in self._outputs]
+        modules = [self._names.full(name) for name, _ in self._outputs]
         groups = [window.inputs, [largest(tensor) for _, tensor in self._outputs], window.losses]
         ends = np.cumsum([len(group) for group in groups])[:-1]
         row = log.row("step.unfinished", now, site=(None, None))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from gradaudit.analysis.checks.base import Facts
+from gradaudit.analysis.checks.calls.call_places import detail
 from gradaudit.analysis.report import Evidence, Finding, Place
 
 COMPLAINT = re.compile(r"(?i)\b(nan|inf|infinite|infinity|finite|non-?finite|not finite|diverged|exploded)s?\b")
@@ -117,7 +116,7 @@ def _last(facts: Facts) -> _Last | None:
     broken = any(ids is not None and len(ids) for ids in steps.weights_nonfinite)
     if broken or (len(steps) and bool(np.any(steps.loss_finite[-1:] == 0))):
         return None  # an echo of what came before
-    seen: dict[str, Any] = json.loads(event["detail"]) if isinstance(event["detail"], str) else event["detail"]
+    seen = detail(event)
     error = meta.get("exception") or {}
     text = f"{error['type']}: {error['message']}".removesuffix(": ") if error else None
     line = (Place("call_site", error["type"], error["file"], error["line"]),) if error.get("file") else ()
