@@ -45,6 +45,10 @@ class Skipped:
     reason: str
 
 
+NO_SCALER = Skipped("no enabled GradScaler was used")
+
+NO_FP16 = Skipped("nothing ran in FP16")
+
 Outcome = Sequence[Finding] | Skipped
 
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Check, Facts, Outcome, power
+from gradaudit.analysis.checks.base import NO_SCALER, Check, Facts, Outcome, power
 from gradaudit.analysis.checks.calls.call_places import (
-    NO_SCALER,
     detail,
     finding_about,
     has_scaler,

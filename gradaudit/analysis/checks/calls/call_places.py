@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Facts, Skipped
+from gradaudit.analysis.checks.base import Facts
 from gradaudit.analysis.observations import Calls, Event, Observation
 from gradaudit.analysis.report import Evidence, Finding, Place
 
@@ -16,8 +16,6 @@ SCALER_CALLS = ("scaler.scale", "scaler.unscale_", "scaler.step", "scaler.update
 
 MAX_AHEAD = 64
 """Rows looked at for the step an event led to: more optimizers than that do not take turns."""
-
-NO_SCALER = Skipped("no enabled GradScaler was used")
 
 
 def has_scaler(calls: Calls) -> bool:

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Check, Facts, Outcome, power
+from gradaudit.analysis.checks.base import NO_SCALER, Check, Facts, Outcome, power
 from gradaudit.analysis.checks.calls.call_places import (
-    NO_SCALER,
     detail,
     has_scaler,
     number,

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, percent, power
+from gradaudit.analysis.checks.base import NO_SCALER, NUM_NAMED, Check, Facts, Outcome, Skipped, percent, power
 from gradaudit.analysis.checks.calls.accumulation import ACCUMULATION
 from gradaudit.analysis.checks.calls.call_places import (
-    NO_SCALER,
     detail,
     has_scaler,
     optimizer_class,

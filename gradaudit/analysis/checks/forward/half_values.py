@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped
+from gradaudit.analysis.checks.base import NO_FP16, NUM_NAMED, Facts, Outcome, Skipped
 from gradaudit.analysis.checks.forward.forward_places import is_other_kind, magnitude, op_places, span, what
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.op_words import CRITERIA, INPUT, SOFTMAXES, in_loss, is_half
@@ -40,7 +40,7 @@ def critical_op_in_half(facts: Facts) -> Outcome:
     """Operations that lose much in FP16 and ran in it: a warning outside autocast or where the values show harm."""
     analysis = facts.analysis
     if not facts.ops and not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     harmful, plain = _critical_ops(facts)
     if harmful or plain:
         return [_critical(facts, harmful, plain)]

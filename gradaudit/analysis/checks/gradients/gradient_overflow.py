@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import NUM_NAMED, Facts, Outcome, Skipped, place_of, power
+from gradaudit.analysis.checks.base import NO_FP16, NUM_NAMED, Facts, Outcome, place_of, power
 from gradaudit.analysis.checks.scale.scale_course import FELL, scale_course
 from gradaudit.analysis.context import Analysis
 from gradaudit.analysis.history import ScaleHistory
@@ -28,7 +28,7 @@ def overflow(facts: Facts) -> Outcome:
     """Overflows of the backward pass, but for those that any run has while its scale is sought."""
     analysis = facts.analysis
     if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     steps = analysis.steps
     nonfinite = np.array([len(ids) > 0 for ids in steps.nonfinite], dtype=bool) | (steps.found_inf == 1)
     backward = nonfinite & (steps.loss_finite != 0) & (steps.input_finite != 0)
@@ -107,7 +107,7 @@ def headroom(facts: Facts) -> Outcome:
     """Gradients near the limit that grow."""
     analysis = facts.analysis
     if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     samples = analysis.samples
     rising = []
     for t in np.flatnonzero(analysis.rounds).tolist():

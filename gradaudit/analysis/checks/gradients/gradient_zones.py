@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import NUM_NAMED, Check, Facts, Outcome, Skipped, percent, place_of, power
+from gradaudit.analysis.checks.base import NO_FP16, NUM_NAMED, Check, Facts, Outcome, Skipped, percent, place_of, power
 from gradaudit.analysis.checks.calls.call_places import detail, number
 from gradaudit.analysis.checks.gradients.gradient_overflow import headroom, overflow
 from gradaudit.analysis.checks.scale.scale_course import FELL, scale_course
@@ -44,7 +44,7 @@ class _TooSmall:
 def _underflow(facts: Facts) -> Outcome:
     analysis = facts.analysis
     if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     if not analysis.applied.any():
         return Skipped("no sampled step was applied with finite gradients")
     course = scale_course(facts)
@@ -148,7 +148,7 @@ def _zeros_were_flushed(analysis: Analysis, tensor: int, before: int | None) -> 
 def _window_empty(facts: Facts) -> Outcome:
     analysis, window = facts.analysis, facts.windows.run
     if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     low, high = facts.windows.lowest, facts.windows.highest
     if not facts.windows.is_empty or low is None or high is None:
         return []
@@ -258,7 +258,7 @@ def _flushed(facts: Facts, params: Sequence[str]) -> bool:
 def _missing_scaling(facts: Facts) -> Outcome:
     analysis = facts.analysis
     if not analysis.ran_fp16:
-        return Skipped("nothing ran in FP16")
+        return NO_FP16
     if not len(analysis.steps) or (analysis.steps.scaler >= 0).any() or _was_scaled(facts):
         return []
     scalers = analysis.run.meta.get("scalers", [])

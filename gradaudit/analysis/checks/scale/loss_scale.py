@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradaudit.analysis.checks.base import Check, Facts, Outcome, Skipped, percent, place_of, power
+from gradaudit.analysis.checks.base import NO_SCALER, Check, Facts, Outcome, percent, place_of, power
 from gradaudit.analysis.checks.scale.scale_course import FELL, scale_course
 from gradaudit.analysis.context import TARGET_DB
 from gradaudit.analysis.history import ScaleHistory
@@ -33,7 +33,7 @@ HELD_SHARE = 0.9
 
 def _look_for(name: str, facts: Facts) -> Outcome:
     if facts.analysis.history is None:
-        return Skipped("no enabled GradScaler was used")
+        return NO_SCALER
     finding = scale_course(facts)
     return [finding] if finding is not None and finding.id == name else []
 
@@ -41,7 +41,7 @@ def _look_for(name: str, facts: Facts) -> Outcome:
 def _runaway(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
-        return Skipped("no enabled GradScaler was used")
+        return NO_SCALER
     late = history.amax_log2[len(history) // 2 :]
     silent = np.isneginf(late).mean() if len(late) else 0.0
     growths = int((np.diff(history.scale[history.late()[-1] + 1 if len(history.late()) else 0 :]) > 0).sum())
@@ -78,7 +78,7 @@ def _runaway(facts: Facts) -> Outcome:
 def _never_grew(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
-        return Skipped("no enabled GradScaler was used")
+        return NO_SCALER
     if not len(history) or history.found[-1] or history.num_growths or facts.windows.is_empty:
         return []
     course = scale_course(facts)
@@ -117,7 +117,7 @@ def _never_grew(facts: Facts) -> Outcome:
 def _static_unsafe(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
-        return Skipped("no enabled GradScaler was used")
+        return NO_SCALER
     if len(history) < MIN_STATIC_UPDATES or not _is_held(history):
         return []
     overflows = history.found & ~facts.unexplained[0]
@@ -168,7 +168,7 @@ def _is_held(history: ScaleHistory) -> bool:
 def _resume_reset(facts: Facts) -> Outcome:
     history = facts.analysis.history
     if history is None:
-        return Skipped("no enabled GradScaler was used")
+        return NO_SCALER
     scaler = history.scaler
     resumed = [
         o for o in facts.analysis.run.meta.get("optimizers", []) if o.get("resumed") and _begins_with(facts, o, scaler)
